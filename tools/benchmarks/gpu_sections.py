@@ -1,15 +1,16 @@
-"""The sections of the first run of `gpu.py`: whether all is right on this GPU, and how fast it is.
+"""The sections of `gpu.py --run 1`: correctness and speed on this GPU.
 
-    device   what the device can do: a copy, products of matrices, and what a launch costs
+    device   limits of the device: copies, products of matrices, and the cost of a launch
     tests    tests/gpu, a job per test
-    twins    what the device computes beside fp64 on the CPU, of the same rounded numbers: relative errors by norms
-    engine   `ZeroEngine` on enwik8_base at every stage (gpu_engine.py)
-    profile  where the time of such a step goes
+    twins    results of the device against fp64 on the CPU with the same rounded inputs: relative errors by norms
+    engine   `ZeroEngine` on enwik8_base at every ZeRO stage (gpu_engine.py)
+    profile  the time of such a step, by kernel
     sweep    attention by size of its score buffer and by tiles
-    codes    whole steps of enwik8_base: the original's code, NVIDIA's, ours (trainers.py)
+    codes    whole steps of enwik8_base: the original's code, NVIDIA's code, ours (trainers.py)
 
-Operations are those of `txl_dist.model.flops`: what is computed on masked pairs does not count. In a rehearsal sizes
-are tiny, everything is fp32 on the CPU, Triton's kernels run in its interpreter, and figures mean nothing.
+Operations are counted by `txl_dist.model.flops`, without those on masked pairs. In a rehearsal the sizes are tiny and
+everything runs in fp32 on the CPU, with Triton's kernels in its interpreter. The figures of a rehearsal have no
+meaning.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ RECIPES = {
     "nvidia_wt103_base": (267_735, 128),
     "wt103_large": (267_735, 64),
 }
-"""Vocabulary and lanes on one device; lanes are halved until they fit."""
+"""Vocabulary size in tokens, and lanes (batch rows) on one device. The number of lanes is halved until the step fits
+into the GPU's memory."""
 CODES = ("ours graphed", "ours", "original TF32", "nvidia fp16")
-"""The first replays forward and backward as one CUDA graph."""
+"""Codes to compare. The first one replays forward and backward as one CUDA graph."""
 HALVES = (torch.bfloat16, torch.float16)
 OUTPUTS = ("result", "q", "kv", "R", "u", "v")
 Found = Iterator[Mapping[str, object]]
 
 
 class Shape(NamedTuple):
-    """Of one call of attention."""
+    """Sizes of one call of attention. `queries` and `memory` are in tokens."""
 
     name: str
     lanes: int
@@ -89,34 +91,35 @@ TINY_SHAPES = (Shape("tiny", 2, 16, 16, 2, 16), Shape("odd", 1, 7, 5, 3, 8))
 
 
 class Leaves(NamedTuple):
-    """What attention is given, in one type on one device; all want gradients."""
+    """Inputs of attention, of one type and on one device. All of them require gradients."""
 
     query: Tensor
     key_value: Tensor
-    """[B, K, 2, N, H], as the model's one projection makes them"""
+    """Keys and values [B, K, 2, N, H], in the layout of the model's joint projection."""
     distance: Tensor
     content_bias: Tensor
     position_bias: Tensor
 
     def terms(self) -> Terms:
-        """As `Attention` gives them."""
+        """Return the inputs in the form that `Attention` passes to the attention function."""
         key, value = self.key_value.unbind(2)
         return Terms(self.query, key, value, self.distance, self.content_bias, self.position_bias)
 
     def cast(self, dtype: torch.dtype, device: str) -> Leaves:
-        """The same values in another type, somewhere else."""
+        """Return the same values in another type and on another device."""
         return Leaves(*(x.detach().to(device, dtype).requires_grad_() for x in self))
 
 
 def leaves_of(shape: Shape, *, dtype: torch.dtype, device: str) -> Leaves:
-    """Random, drawn on the CPU: the same everywhere."""
+    """Return random inputs. They are drawn on the CPU, so that they are the same on every device."""
     generator, (_, B, T, M, N, H) = torch.Generator().manual_seed(0), shape
     sizes = [(B, T, N, H), (B, M + T, 2, N, H), (M + T, N, H), (N, H), (N, H)]
     return Leaves(*(torch.randn(size, generator=generator).to(dtype) for size in sizes)).cast(dtype, device)
 
 
 def visibility(shape: Shape, *, device: str, documents: bool = False, oldest: int | None = None) -> AttentionMask:
-    """With `documents` part of the memory is empty and a document begins inside the segment."""
+    """Return the attention mask. With `documents`, a part of the memory is empty and a document begins inside the
+    segment."""
     _, B, T, M, _, _ = shape
     of_keys = torch.zeros(B, M + T, dtype=torch.int64)
     if documents:
@@ -126,14 +129,17 @@ def visibility(shape: Shape, *, device: str, documents: bool = False, oldest: in
 
 
 def device(setting: Setting) -> dict[str, Job]:
-    """See the module's docstring."""
+    """Return the jobs that measure the device's limits."""
     where, size = setting.device, 1 << (20 if setting.rehearse else 29)
 
     def machine() -> Found:
         yield {"what": "device", "figure": torch.cuda.get_device_name() if where == "cuda" else "cpu"}
         for name in ("torch", "triton", "deepspeed"):
             yield {"what": name, "figure": _version(name)}
-        yield {"what": "lacks to compile kernels", "figure": attention_launch.missing_compiler_reason() or "nothing"}
+        yield {
+            "what": "missing for compiling kernels",
+            "figure": attention_launch.missing_compiler_reason() or "nothing",
+        }
         if where == "cuda":
             one = torch.cuda.get_device_properties(0)
             yield {"what": "multiprocessors", "figure": one.multi_processor_count}
@@ -165,14 +171,14 @@ def device(setting: Setting) -> dict[str, Job]:
         small, count = torch.zeros(1024, device=where), 200
         found = times(lambda: [small.add_(1.0) for _ in range(count)], device=where)
         yield {"what": "small kernel in a graph, us", "figure": 1000 * _ms(found) / count}
-        yield {"what": "small kernel told by the host, us", "figure": 1000 * _ms(found, "host ms") / count}
+        yield {"what": "small kernel launched by the host, us", "figure": 1000 * _ms(found, "host ms") / count}
         shape = Shape("tiny", 1, 16, 16, 1, 16)
         leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
         with torch.no_grad():
             found = times(
                 lambda: attention_launch.triton_relative_attention(leaves.terms(), visible=seen), device=where
             )
-        yield {"what": "two Triton kernels told by the host, us", "figure": 1000 * _ms(found, "host ms")}
+        yield {"what": "two Triton kernels launched by the host, us", "figure": 1000 * _ms(found, "host ms")}
 
     return {"machine": machine, "copies": copies, "products": products, "launches": launches}
 
@@ -201,13 +207,13 @@ def _half(setting: Setting) -> torch.dtype:
 
 
 def tests(setting: Setting) -> dict[str, Job]:
-    """A job per test of tests/gpu/test_kernels_gpu.py."""
+    """Return a job per test of tests/gpu/test_kernels_gpu.py."""
     import pytest
 
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
 
     class Collector:
-        ids: list[str] = []  # noqa: RUF012  one collection in a process
+        ids: list[str] = []  # noqa: RUF012  a process has one collection
 
         def pytest_collection_finish(self, session: Any) -> None:
             self.ids += [item.nodeid for item in session.items]
@@ -234,7 +240,7 @@ def tests(setting: Setting) -> dict[str, Job]:
 
 
 def twins(setting: Setting) -> dict[str, Job]:
-    """See the module's docstring."""
+    """Return the jobs that compare the device's results with fp64 on the CPU."""
     shapes = TINY_SHAPES if setting.rehearse else (*SHAPES, *ODD_SHAPES)
     attention = {f"attention, {s.name}": functools.partial(_attention_twins, setting, s) for s in shapes}
     windows = {"windows": functools.partial(_attention_twins, setting, shapes[0], oldest=1)}
@@ -261,7 +267,7 @@ def _attention_twins(setting: Setting, shape: Shape, *, oldest: int | None = Non
 
 
 def _error(mine: Tensor, exact: Tensor) -> float:
-    """Norm of the difference by the norm of the exact, on the CPU in fp64."""
+    """Return the norm of the difference divided by the norm of the exact result, computed on the CPU in fp64."""
     exact = exact.detach().double()
     return float((mine.detach().cpu().double() - exact).norm() / exact.norm())
 
@@ -287,7 +293,8 @@ def _small_model(setting: Setting, *, dropout: float = 0.0) -> Sizes:
 
 
 def _model_twins(setting: Setting, part: str) -> Found:
-    """Loss and gradients of two segments; of softmax and embedding alone those of one."""
+    """Yield rows with errors of loss and gradients. The whole model runs on two segments, softmax and embedding on
+    one."""
     sizes = _small_model(setting)
     for dtype in (torch.float32,) if setting.rehearse else (*HALVES, torch.float32):
         torch.manual_seed(0)
@@ -308,7 +315,7 @@ def _model_twins(setting: Setting, part: str) -> Found:
 
 
 def _outcome(model: TransformerXL, part: str, sizes: Sizes) -> tuple[Tensor, dict[str, Tensor]]:
-    """(result, gradients by name) of a part of the model."""
+    """Return (result, gradients by name) of a part of the model."""
     weight = model.embedding.weight(0)
     maker = batch_maker(model, mask_documents=False)
     segments = zipf_segments(sizes)
@@ -341,7 +348,8 @@ def _outcome(model: TransformerXL, part: str, sizes: Sizes) -> tuple[Tensor, dic
 
 
 def _dropout(setting: Setting) -> Found:
-    """The same seed gives the same bits, another others; and what is kept is what should be."""
+    """Check that the same seed gives the same bits, that another seed gives other bits, and that the mean of the kept
+    values is right."""
     where, rate = setting.device, 0.15
     shape = Shape("dropout", 2, 64, 64, 2, 16) if setting.rehearse else Shape("dropout", 2, 512, 512, 8, 64)
     leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
@@ -362,14 +370,15 @@ def _dropout(setting: Setting) -> Found:
 
 
 def _ranks(setting: Setting) -> RankInfo:
-    """Joined once, for the life of the process."""
+    """Join the process group for the rest of the process, and return the rank."""
     if setting.rehearse:
         gpu_engine.graphs_by_running_again()
     return distributed_context(timeout_s=120, num_threads=1 if setting.rehearse else 8).__enter__()
 
 
 def engine(setting: Setting) -> dict[str, Job]:
-    """See the module's docstring. `off by` is the largest relative distance from the CPU's."""
+    """Return a job per stage, type and graph setting of `ZeroEngine`. `off by` is the largest relative difference from
+    the CPU's figures."""
     half = "fp32" if setting.rehearse else "bf16"
     cases = [(1, half, False), (1, half, True), (0, half, False), (2, half, False), (3, half, False)]
     cases += [] if setting.rehearse else [(1, "fp16", False), (0, "fp16", False), (1, "fp16", True)]
@@ -386,7 +395,7 @@ def engine(setting: Setting) -> dict[str, Job]:
 
 
 def profile(setting: Setting) -> dict[str, Job]:
-    """A row for the step, and one for each of the kernels that take the longest."""
+    """Return jobs that yield a row for the step, and a row for each of the longest kernels."""
     ranks, tiny = _ranks(setting), setting.rehearse
     lanes = 2 if tiny else gpu_engine.LANES
 
@@ -408,11 +417,12 @@ TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "distance_gradients": ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
     "distance_scores": ((128, 128, 8, 1), (128, 64, 4, 1), (64, 64, 4, 1)),
 }
-"""By kernel, what is tried in place of `launch.tiles`: rows, columns, warps, stages."""
+"""Tiles (rows, columns, warps, stages) to try instead of those of `attention_launch.tiles`, by kernel."""
 
 
 def sweep(setting: Setting) -> dict[str, Job]:
-    """Attention of enwik8_base, forward and backward, by score buffer and, one kernel at a time, by tile."""
+    """Return jobs that time attention of enwik8_base, forward and backward, with other score buffers and with another
+    tile for one kernel at a time."""
     shape = TINY_SHAPES[0] if setting.rehearse else SHAPES[0]
     buffers = BUFFERS_MB[:1] if setting.rehearse else BUFFERS_MB
     jobs: dict[str, Job] = {"as it is": functools.partial(_swept, setting, shape)}
@@ -457,7 +467,7 @@ def _changed(buffer_mb: int, kernel: str, tile: tuple[int, int, int, int], usual
 def attention_times(
     setting: Setting, shape: Shape, attend: Callable[..., Tensor], *, dtype: torch.dtype
 ) -> dict[str, object]:
-    """Milliseconds and TFLOP/s of the forward pass, and of both."""
+    """Return milliseconds and TFLOP/s of the forward pass, and of forward and backward together."""
     _, B, T, M, N, H = shape
     leaves, seen = leaves_of(shape, dtype=dtype, device=setting.device), visibility(shape, device=setting.device)
     towards = torch.randn(B, T, N, H, device=setting.device).to(dtype)
@@ -481,12 +491,12 @@ def attention_times(
 
 
 def codes(setting: Setting) -> dict[str, Job]:
-    """enwik8_base by every code."""
+    """Return a job per code, on enwik8_base."""
     return {code: functools.partial(step, setting, "enwik8_base", code) for code in CODES}
 
 
 def step(setting: Setting, recipe: str, code: str) -> Found:
-    """Tokens per second, MFU and peak memory of one code on one recipe."""
+    """Yield a row with tokens per second, MFU and peak memory of one code on one recipe."""
     vocab_size, lanes = RECIPES[recipe]
     while True:
         sizes = Sizes.of(load_config(ROOT / f"configs/{recipe}.toml"), vocab_size=vocab_size, num_lanes=lanes)
@@ -518,7 +528,7 @@ def _timed(sizes: Sizes, code: str, setting: Setting) -> Row:
         assert math.isfinite(float(loss)), "the loss is not finite"
 
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # a try with more lanes, which did not fit, has left its own peak
+        torch.cuda.reset_peak_memory_stats()  # removes the peak of an attempt with more lanes that did not fit
     step_ms = min(milliseconds(some) for _ in range(2)) / steps
     flops = flops_by_part(
         sizes.model,
@@ -540,7 +550,7 @@ def _timed(sizes: Sizes, code: str, setting: Setting) -> Row:
 
 
 def trainer_of(sizes: Sizes, code: str, setting: Setting) -> Trainer:
-    """One of `CODES`. Ours in bf16; in a rehearsal all in fp32."""
+    """Build the trainer of one of `CODES`. Ours runs in bf16. In a rehearsal all run in fp32."""
     device = setting.device
     if code == "original TF32":
         torch.set_float32_matmul_precision("high")
@@ -559,7 +569,7 @@ def _given(setting: Setting, name: str) -> Path:
 
 
 def _shrunk(sizes: Sizes) -> Sizes:
-    """A recipe for a rehearsal: the same kinds of parts, of sizes that a CPU runs at once."""
+    """Return tiny sizes for a rehearsal, with the same kinds of parts as the recipe."""
     small = {"num_layers": 2, "width": 32, "num_heads": 2, "head_width": 16, "ff_width": 64}
     cutoffs = (100, 200, 300) if sizes.model.cutoffs else ()
     model = ModelSection.model_validate(

@@ -1,8 +1,9 @@
-"""How long a GPU takes for something, and how long the host takes to say it.
+"""Measure how long a GPU takes for an action, and how long the host takes to launch it.
 
-The device's time is between two events around replays of a CUDA graph that holds the action once: no gap between its
-kernels is the host's. The host's time is that of calls in a row which nobody waits for. Replays find in the L2 cache
-what the one before left there, as a training step does not for all of it.
+The device's time is measured between two events around replays of a CUDA graph that contains the action once. It
+contains no gaps in which the device waits for the host. The host's time is that of consecutive calls without waiting
+for the device. A replay finds data of the replay before it in the L2 cache. In a training step only a part of the data
+is in the cache.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ Action = Callable[[], object]
 
 
 def times(action: Action, *, device: str, least_ms: float = 60.0) -> dict[str, object]:
-    """{"device ms", "host ms", "timed"}: best of three series that take `least_ms` each.
+    """Return {"device ms", "host ms", "timed"}. The times are the best of three series of at least `least_ms` each, and
+    "timed" says how they were measured.
 
-    On a CPU both are the clock's.
+    On a CPU both times are elapsed time.
     """
     if device != "cuda":
         action()
@@ -32,7 +34,7 @@ def times(action: Action, *, device: str, least_ms: float = 60.0) -> dict[str, o
 
 
 def _graphed(action: Action) -> tuple[Action, str]:
-    """The action as a graph; as it is where it cannot be recorded."""
+    """Return the action as a CUDA graph with a description, or the action itself if it cannot be recorded."""
     try:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -47,7 +49,7 @@ def _graphed(action: Action) -> tuple[Action, str]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        torch.cuda.synchronize()  # raises again what was more than a refusal to record
+        torch.cuda.synchronize()  # raises an error again if the device has failed
         action()
         return action, f"events, eager: {str(error).splitlines()[0][:60]}"
     return graph.replay, "events, graph"
@@ -81,7 +83,7 @@ def _clock_ms(action: Action) -> float:
 
 
 def median_step_ms(step: Action, *, device: str, steps: int, warm_up: int) -> float:
-    """Of steps that wait for the device themselves, as training does once a step."""
+    """Return the median milliseconds of steps. The host waits for the device once per step, as in training."""
     taken: list[float] = []
     for number in range(warm_up + steps):
         began = time.perf_counter()
@@ -94,6 +96,6 @@ def median_step_ms(step: Action, *, device: str, steps: int, warm_up: int) -> fl
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle one."""
+    """Return the middle value. For an even number of values it is the upper middle one."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2]

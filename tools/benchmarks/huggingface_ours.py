@@ -1,12 +1,12 @@
-"""Our half of check_huggingface.sh, in the project's environment.
+"""The part of check_huggingface.sh that runs in this project's environment.
 
     huggingface_ours.py random WORK [--seed N]     make WORK/KIND/bundle, a small random bundle, of every kind
     huggingface_ours.py values WORK [--seed N]     for every WORK/NAME/bundle make WORK/NAME/values.safetensors
 
-The values: `ids` [B, S * T] int64 are random tokens; `empty.0` ... `zero.{S-1}` [B, T, V] are the log-probabilities of
-the whole vocabulary behind each of them, segment by segment, the memory being carried: from an empty one, and from the
-attended zeros that Hugging Face begins with. `rounding.empty` and `rounding.zero` say how far they, computed in fp32 as
-transformers computes, are from what fp64 gives.
+In the file of values, `ids` [B, S * T] int64 are random tokens. `empty.0` ... `zero.{S-1}` [B, T, V] are the
+log-probabilities of the whole vocabulary after each token, by segment. The memory is passed from segment to segment. It
+begins empty, or with the attended zeros with which Hugging Face begins. `rounding.empty` and `rounding.zero` are the
+largest differences between fp32, in which transformers computes, and fp64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from txl_dist.tokenizers.training import train_tokenizer
 
 NUM_LANES, NUM_SEGMENTS = 2, 4
 MOST_VALUES = 1 << 21
-"""Log-probabilities per segment: a word vocabulary gets shorter segments, so that all fit into memory."""
+"""Largest number of log-probabilities in a segment. A large vocabulary gets shorter segments, so that the values fit
+into memory."""
 
 SIZES: dict[str, Any] = {"num_layers": 3, "width": 24, "num_heads": 3, "head_width": 10, "ff_width": 40, "dropout": 0.0}
 CLUSTERS: dict[str, Any] = {"cutoffs": (40, 120), "div_value": 2, "tie_projections": (False, True, True)}
@@ -52,11 +53,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "long_memory": {"memory_len": 400, "clamp_len": 300},
     "half": {**CLUSTERS, "dtype": "bf16"},
 }
-"""Settings of model and bundle in which the kinds differ from SIZES and from a bundle in fp32 with memory 20."""
+"""Settings of model and bundle in which each kind differs from SIZES and from a bundle in fp32 with a memory of 20
+tokens."""
 
 
 def main() -> None:
-    """Run the command that was given."""
+    """Run the given command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["random", "values"])
     parser.add_argument("work", type=Path)
@@ -73,7 +75,7 @@ def main() -> None:
 def write_random_bundle(
     folder: Path, *, seed: int, memory_len: int = 20, dtype: str = "fp32", segment_len: int = 16, **changes: Any
 ) -> None:
-    """A bundle of byte tokens with weights so large that every one of them is felt."""
+    """Write a bundle of byte tokens. Its random weights are so large that each weight has a visible effect."""
     tokenizer = train_tokenizer("byte", lambda: ["the cat sat on the mat, the dog did not"])
     section = ModelSection.model_validate({**SIZES, **changes})
     torch.manual_seed(seed)
@@ -94,7 +96,8 @@ def write_random_bundle(
 
 
 def values_of(path: Path, *, seed: int) -> dict[str, Tensor]:
-    """Random tokens and the log-probabilities behind each, as the module's docstring says."""
+    """Return random tokens and the log-probabilities after each token, in the format that the module's docstring
+    describes."""
     bundle = load_bundle(path)
     model, vocab_size = bundle.model, bundle.model.vocab_size
     segment_len = min(bundle.segment_len, max(1, MOST_VALUES // (vocab_size * NUM_LANES)))
@@ -102,7 +105,7 @@ def values_of(path: Path, *, seed: int) -> dict[str, Tensor]:
     ids_BS = torch.randint(vocab_size, (NUM_LANES, NUM_SEGMENTS * segment_len), generator=generator)
     values = {"ids": ids_BS}
     for start in ("empty", "zero"):
-        # In fp32 whatever type the weights are stored in, as from_pretrained does.
+        # In fp32, as in from_pretrained, for every type of stored weights.
         found = run(model.float(), ids_BS.split(segment_len, dim=1), memory_len=bundle.memory_len, start=start)
         exact = run(model.double(), ids_BS.split(segment_len, dim=1), memory_len=bundle.memory_len, start=start)
         values |= {f"{start}.{i}": log_p_BTV for i, log_p_BTV in enumerate(found)}
@@ -114,7 +117,7 @@ def values_of(path: Path, *, seed: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def run(model: TransformerXL, segments: Sequence[Tensor], *, memory_len: int, start: str) -> list[Tensor]:
-    """log p of the whole vocabulary behind every token, [B, T, V] for each segment."""
+    """Return log p of the whole vocabulary after every token, [B, T, V] for each segment."""
     memory = model.empty_memory(num_lanes=NUM_LANES, memory_len=memory_len)
     if start == "zero":
         memory = attended(memory)

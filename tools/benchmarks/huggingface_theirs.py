@@ -1,11 +1,12 @@
-"""Hugging Face's half of check_huggingface.sh, in an environment with transformers and without this project.
+"""The part of check_huggingface.sh that runs in an environment with transformers and without this project.
 
-    huggingface_theirs.py WORK     for every WORK/NAME/huggingface compare the model in it with the values
-                                   beside it, which huggingface_ours.py wrote
+    huggingface_theirs.py WORK     for every WORK/NAME/huggingface compare the model in this folder with the values in
+                                   WORK/NAME/values.safetensors, which huggingface_ours.py wrote
 
-Prints the largest differences. Exit code 1 if one is above 1e-5 nats, or if a tensor was missing in a folder, left
-over, or of another shape. Above 1e-5 it says how much fp32 itself explains: in large models, at distances of thousands
-of tokens, and for words that are all but impossible, two right programs differ by more.
+The program prints the largest differences. The exit code is 1 if a difference is above 1e-5 nats, or if a tensor of a
+folder is missing, unexpected or of another shape. Above 1e-5 nats the program also prints how much of the difference
+fp32 explains. Two correct programs differ by more than 1e-5 in large models, at distances of thousands of tokens, and
+for almost impossible words.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from torch import Tensor
 from transformers import logging
 
 MODULE = "transformers.models.deprecated.transfo_xl"
-"""Where transformers 4 has the model; version 5 does not."""
+"""Module of the model in transformers 4. Version 5 does not have it."""
 TOLERANCE = 1e-5
-"""Largest difference in nats."""
+"""Largest allowed difference in nats."""
 
 
 def main() -> None:
-    """Compare all; the argument is WORK."""
+    """Compare all models in the folder WORK."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, metavar="WORK", help="folder that huggingface_ours.py wrote")
     work = parser.parse_args().work
     try:
         importlib.import_module(MODULE)
     except ImportError:
-        parser.error("the installed transformers has no TransfoXL any more. Use transformers 4.46.3.")
-    logging.set_verbosity_error()  # it finds fault with its own deprecated class
+        parser.error("the installed transformers does not contain TransfoXL. Install transformers 4.46.3.")
+    logging.set_verbosity_error()  # transformers warns about its own deprecated class
     warnings.simplefilter("ignore")
     folders = sorted(work.glob("*/huggingface"))
     agree = [check(folder) for folder in folders]
@@ -48,7 +49,8 @@ def main() -> None:
 
 
 def check(folder: Path) -> bool:
-    """Whether the model in `folder` loads as it is and gives our values; says so in a line."""
+    """Return whether the model in `folder` loads without problems and computes our values. Print a line with the
+    result."""
     name = f"{folder.parent.name:24}"
     model_class = importlib.import_module(MODULE).TransfoXLLMHeadModel
     try:
@@ -57,7 +59,7 @@ def check(folder: Path) -> bool:
     except RuntimeError as error:  # a tensor of another shape
         problems = {"error": str(error)}
     if problems:
-        print(f"{name} does not load as it is: {problems}")
+        print(f"{name} does not load without problems: {problems}")
         return False
     values = load_file(folder.with_name("values.safetensors"))
     with type_as_a_type():
@@ -73,11 +75,12 @@ def check(folder: Path) -> bool:
 
 @torch.no_grad()
 def largest_difference(model: torch.nn.Module, values: dict[str, Tensor], *, start: str) -> float:
-    """Between our log-probabilities and the library's, over all segments; the memory is carried by the library."""
+    """Return the largest difference of log-probabilities over all segments. transformers passes its own memory from
+    segment to segment."""
     ids_BS = values["ids"]
     segment_len, worst = values[f"{start}.0"].shape[1], 0.0
     config: Any = model.config
-    memory: list[Tensor] | None = None  # the library begins with zeros that are attended
+    memory: list[Tensor] | None = None  # transformers begins with zeros that are attended
     if start == "empty":
         memory = [torch.zeros(0, ids_BS.shape[0], config.d_model) for _ in range(config.n_layer)]
     for i, tokens_BT in enumerate(ids_BS.split(segment_len, dim=1)):
@@ -90,10 +93,10 @@ def largest_difference(model: torch.nn.Module, values: dict[str, Tensor], *, sta
 
 @contextlib.contextmanager
 def type_as_a_type() -> Iterator[None]:
-    """Let `tensor.type_as(dtype=...)` work, which torch refuses with a TypeError.
+    """Make `tensor.type_as(dtype=...)` work inside the context. torch raises a TypeError for it.
 
-    TransfoXLModel.forward of transformers 4.46.3 makes its positions by `torch.arange(...).type_as(dtype=...)` and so
-    cannot run; `.to(dtype)` is what is meant. Nothing else of the library is changed.
+    TransfoXLModel.forward of transformers 4.46.3 computes its positions with `torch.arange(...).type_as(dtype=...)`, so
+    it cannot run. Inside the context the call means `.to(dtype)`. Nothing else of transformers is changed.
     """
     original: Callable[..., Tensor] = torch.Tensor.type_as
 

@@ -1,18 +1,19 @@
-"""How fast the loader is, as ratios measured interleaved in one run.
+"""Measure how fast the loader is, as ratios to other loaders in the same run.
 
     python -m tools.benchmarks.loader                                                   100 million tokens, some minutes
     python -m tools.benchmarks.loader --tokens 1200000 --rounds 1 --read-mib 64         the smallest size, some seconds
 
-A synthetic corpus is written into a scratch folder (documents of 3,000 to 40,000 tokens, uint16), then, for batches of
-32 lanes x 512 tokens, best of several rounds in turn:
+The program writes a synthetic corpus into a temporary folder (documents of 3,000 to 40,000 tokens, uint16). It then
+reads batches of 32 lanes (batch rows) x 512 tokens with these variants in turn, and reports the best of several rounds:
 
-    ours         LaneStream as training uses it: tokens as int64, into a ring of buffers, crc32 of every document once
-    marked       the same with documents marked, as training with document masks needs them
+    ours         LaneStream as in training: tokens as int64, into a ring of buffers, crc32 of every document once
+    marked       the same with document numbers, as training with document masks needs them
     webdataset   plain webdataset over the same shards, raw bytes, np.frombuffer, copied into 32 lanes (int64)
     memmap       a Python loop over 32 rows of one flat np.memmap (int64)
 
-and resuming in the middle of an epoch, the size of the state, planning an epoch of 100,000 shards, and the anonymous
-memory of a process that reads one gigabyte (`--read-mib`). Timings hold for a warm page cache; run it on one idle core.
+It also measures the resuming in the middle of an epoch, the size of the state, the planning of an epoch of 100,000
+shards, and the anonymous memory of a process that reads one gigabyte (`--read-mib`). The times are those with a warm
+page cache. Run the program on one idle core.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ from txl_dist.tokenizers.training import train_tokenizer
 LANES, SEGMENT_LEN = 32, 512
 SHARD_TOKENS = 1 << 24
 LEFT_OVER_BATCHES = 64
-"""Batches of a corpus that are not timed: webdataset's lanes end unevenly, and the fullest still holds tokens then."""
+"""Number of batches at the end of a corpus that are not timed, because webdataset's lanes end at different times."""
 LEAST_TOKENS = (LEFT_OVER_BATCHES + 8) * LANES * (SEGMENT_LEN + 1)
-"""Size of the smallest corpus: 8 batches are timed."""
+"""Number of tokens of the smallest corpus. 8 batches of it are timed."""
 
 
 def write_corpus(folder: Path, *, num_tokens: int, seed: int = 0) -> Corpus:
-    """Random tokens in documents of uneven length, as webdataset shards that `reindex` takes over."""
+    """Write random tokens in documents of different lengths as webdataset shards, and make a corpus of them with
+    `reindex`."""
     from webdataset import TarWriter
 
     generator = np.random.default_rng(seed)
@@ -71,12 +73,12 @@ def write_corpus(folder: Path, *, num_tokens: int, seed: int = 0) -> Corpus:
 
 
 def start(corpus: Corpus, *, position: int = 0) -> StreamState:
-    """All lanes at a position."""
+    """Return the state in which all lanes are at `position`."""
     return first_state([corpus.split("train")], num_lanes=LANES, seed=1).advanced(position)
 
 
 def ours(corpus: Corpus, *, steps: int, mark_documents: bool = False) -> float:
-    """Seconds for so many batches."""
+    """Return the seconds in which our loader reads `steps` batches."""
     stream = LaneStream(
         [corpus.split("train")],
         start(corpus),
@@ -92,7 +94,7 @@ def ours(corpus: Corpus, *, steps: int, mark_documents: bool = False) -> float:
 
 
 def webdataset_lanes(corpus: Corpus, *, steps: int) -> float:
-    """Seconds for the same batches: every sample fills the next lane that is not full."""
+    """Return the seconds in which webdataset reads the same number of batches."""
     began = time.perf_counter()
     for _ in itertools.islice(webdataset_batches(corpus), steps):
         pass
@@ -100,7 +102,8 @@ def webdataset_lanes(corpus: Corpus, *, steps: int) -> float:
 
 
 def webdataset_batches(corpus: Corpus) -> Iterator[npt.NDArray[np.int64]]:
-    """Batches of lanes from plain webdataset; it has no other way to a position than reading up to it."""
+    """Yield batches of lanes from plain webdataset. A sample fills the next lane that is not full. webdataset can reach
+    a position only by reading up to it."""
     import webdataset
 
     urls = [str(corpus.folder / shard.name) for shard in corpus.split("train").shards]
@@ -112,7 +115,7 @@ def webdataset_batches(corpus: Corpus) -> Iterator[npt.NDArray[np.int64]]:
             filled = 0
             while filled <= SEGMENT_LEN:
                 if not len(waiting[lane]):
-                    # 128 bytes of header stand before the tokens of each .npy here.
+                    # Each .npy of this corpus has a header of 128 bytes before its tokens.
                     waiting[lane] = np.frombuffer(next(samples)["npy"], dtype=np.uint16, offset=128)
                 count = min(len(waiting[lane]), SEGMENT_LEN + 1 - filled)
                 batch[lane, filled : filled + count] = waiting[lane][:count]
@@ -122,7 +125,7 @@ def webdataset_batches(corpus: Corpus) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def memmap_rows(flat: Path, *, steps: int) -> float:
-    """Seconds for the same batches from one flat file, cut into 32 stripes."""
+    """Return the seconds for the same batches from one flat file that is divided into 32 equal parts."""
     tokens = np.memmap(flat, dtype=np.uint16, mode="r")
     stripe_len = len(tokens) // LANES
     began = time.perf_counter()
@@ -135,7 +138,7 @@ def memmap_rows(flat: Path, *, steps: int) -> float:
 
 
 def resume(folder: Path, *, share: float) -> float:
-    """Seconds from nothing to the first batch, so far into the epoch: opening the corpus included."""
+    """Return the seconds from the opening of the corpus to the first batch at a share of the epoch."""
     began = time.perf_counter()
     corpus = open_corpus(folder)
     position = int(corpus.split("train").tokens // LANES * share)
@@ -147,7 +150,7 @@ def resume(folder: Path, *, share: float) -> float:
 
 
 def replay(corpus: Corpus, *, share: float) -> float:
-    """Seconds that webdataset needs to come as far."""
+    """Return the seconds in which webdataset reads up to a share of the epoch."""
     steps = int(corpus.split("train").tokens * share) // (LANES * SEGMENT_LEN)
     return webdataset_lanes(corpus, steps=steps)
 
@@ -163,7 +166,7 @@ def best_of(rounds: int, actions: dict[str, Callable[[], float]]) -> dict[str, f
 
 
 def print_speed(corpus: Corpus, flat: Path, *, rounds: int) -> None:
-    """Million tokens per second and the two ratios."""
+    """Print million tokens per second of each variant, and the ratios to webdataset and memmap."""
     steps = corpus.split("train").tokens // (LANES * (SEGMENT_LEN + 1)) - LEFT_OVER_BATCHES
     seconds = best_of(
         rounds,
@@ -184,7 +187,8 @@ def print_speed(corpus: Corpus, flat: Path, *, rounds: int) -> None:
 
 
 def print_resume(corpus: Corpus, *, rounds: int) -> None:
-    """Milliseconds to the first batch at several places of the epoch, webdataset's replay beside it."""
+    """Print the milliseconds to the first batch at several positions of the epoch, and the time in which webdataset
+    reads up to the middle."""
     shares = (0.0, 0.1, 0.5, 0.9)
     actions: dict[str, Callable[[], float]] = {
         f"at {share:.0%}": functools.partial(resume, corpus.folder, share=share) for share in shares
@@ -196,18 +200,19 @@ def print_resume(corpus: Corpus, *, rounds: int) -> None:
 
 
 def print_state() -> None:
-    """Bytes of the state, cut anew several times within an epoch of 10**13 tokens: the ranges of the rest add up."""
+    """Print the size of the state in bytes after several changes of the number of lanes in an epoch of 10**13 tokens.
+    Each change adds ranges of unread tokens to the state."""
     one = CorpusState("corpus", "f" * 64, "train", num_lanes=1024, position=10**9)
     for cuts, next_lanes in enumerate((768, 1024, 768, 1024)):
         size = len(json.dumps(StreamState(1, (one,)).to_dict(), indent=1))
-        print(f"state of {one.num_lanes:,} lanes, cut anew {cuts} times within an epoch: {size:,} bytes")
+        print(f"state of {one.num_lanes:,} lanes, divided again {cuts} times within an epoch: {size:,} bytes")
         plan = LanePlan([10**12] * 10, one.cut(), seed=0, document_tokens=lambda shard: np.ones(1, np.int64))
         epoch, rest = plan.rest_of_epoch(10**9 * (cuts + 1))
         one = CorpusState("corpus", "f" * 64, "train", num_lanes=next_lanes, epoch=epoch, unread=rest)
 
 
 def plan_epoch() -> float:
-    """Seconds to plan an epoch of 100,000 shards and find a lane in it."""
+    """Return the seconds to plan an epoch of 100,000 shards and to find a lane's position in it."""
     tokens = np.random.default_rng(0).integers(30_000_000, 36_000_000, 100_000)
     began = time.perf_counter()
     plan = LanePlan(tokens, LanePartition(1024), seed=0, document_tokens=lambda shard: tokens[shard : shard + 1])
@@ -216,7 +221,7 @@ def plan_epoch() -> float:
 
 
 def print_memory(corpus: Corpus, *, read_mib: int) -> None:
-    """Print the anonymous memory of a process while it reads so many MiB, after each eighth of them."""
+    """Print the anonymous memory of a process while it reads `read_mib` MiB, after each eighth of them."""
     code = "import sys; from tools.benchmarks.loader import memory_while_reading as run; "
     code += "run(sys.argv[1], int(sys.argv[2]))"
     root = Path(__file__).parents[2]
@@ -226,7 +231,7 @@ def print_memory(corpus: Corpus, *, read_mib: int) -> None:
 
 
 def memory_while_reading(folder: str, read_mib: int) -> None:
-    """Run by `print_memory` in a process of its own."""
+    """Read `read_mib` MiB and print the anonymous memory. `print_memory` runs this function in a separate process."""
     corpus = open_corpus(folder)
     stream = LaneStream(
         [corpus.split("train")], start(corpus), segment_len=SEGMENT_LEN, lanes=range(LANES), num_buffers=6
@@ -240,20 +245,20 @@ def memory_while_reading(folder: str, read_mib: int) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Write the corpus, measure everything and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=100_000_000, help=f"of the corpus; at least {LEAST_TOKENS:,}")
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each reader")
     parser.add_argument(
-        "--read-mib", type=int, default=1024, help="MiB that the process reads whose memory is measured"
+        "--tokens", type=int, default=100_000_000, help=f"tokens of the corpus; at least {LEAST_TOKENS:,}"
     )
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each reader")
+    parser.add_argument("--read-mib", type=int, default=1024, help="MiB of tokens to read while the memory is measured")
     arguments = parser.parse_args()
     if arguments.tokens < LEAST_TOKENS:
         parser.error(f"--tokens {arguments.tokens:,} is too few: the smallest corpus has {LEAST_TOKENS:,}")
     if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} measures nothing: type 1 or more")
+        parser.error(f"--rounds {arguments.rounds} measures nothing: type --rounds 1 or more")
     if arguments.read_mib < 1:
-        parser.error(f"--read-mib {arguments.read_mib} reads nothing: type 1 or more")
+        parser.error(f"--read-mib {arguments.read_mib} reads nothing: type --read-mib 1 or more")
     with tempfile.TemporaryDirectory() as scratch:
         corpus = write_corpus(Path(scratch) / "corpus", num_tokens=arguments.tokens)
         flat = Path(scratch) / "flat.bin"

@@ -1,10 +1,11 @@
-"""How long a run takes to end: after the death or the freezing of a rank, and after a request to stop.
+"""Measure how long a run takes to end: after the death or the freezing of a rank, and after a request to stop.
 
     python -m tools.benchmarks.measure_ends [--trials 5] [--ranks 2]
     python -m tools.benchmarks.measure_ends --trials 1 --ranks 1 --cases "the file RUN/STOP"       the smallest size
 
-Starts `txl launch` on a small corpus again and again, strikes while it makes steps of some 50 ms, and prints, per case,
-the seconds until the last of the other ranks was gone and until `txl launch` was, median and most. CPU only.
+The program starts `txl launch` on a small corpus several times and causes the fault while the run makes steps of about
+50 ms. For each case it prints the seconds until the last of the other ranks has ended, and the seconds until `txl
+launch` has ended, as median and maximum. It runs on CPUs only.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ log_every_steps = 1
 """
 FROZEN = "a rank is stopped by SIGSTOP (engine.timeout_s = 4)"
 Strike = Callable[[psutil.Process, list[psutil.Process], Path], psutil.Process | None]
-"""Gets the launcher, the ranks and the run's folder; returns the rank that counts as dead."""
+"""A function that causes a fault. It gets the launcher, the ranks and the run's folder. It returns the rank that it has
+killed or frozen, or None."""
 
 
 def kill(victim: int) -> Strike:
-    """kill -9 of a rank."""
+    """Return a function that kills a rank with SIGKILL."""
 
     def strike(_: psutil.Process, ranks: list[psutil.Process], run: Path) -> psutil.Process:
         ranks[victim].kill()
@@ -64,18 +66,18 @@ def kill(victim: int) -> Strike:
 
 
 def freeze(_: psutil.Process, ranks: list[psutil.Process], run: Path) -> psutil.Process:
-    """A rank that lives and does nothing."""
+    """Stop the last rank with SIGSTOP, so that it exists but does nothing."""
     ranks[-1].send_signal(signal.SIGSTOP)
     return ranks[-1]
 
 
 def stop_file(_: psutil.Process, ranks: list[psutil.Process], run: Path) -> None:
-    """The file that every rank obeys."""
+    """Create the file RUN/STOP, which every rank obeys."""
     (run / "STOP").touch()
 
 
 def terminate(launcher: psutil.Process, ranks: list[psutil.Process], run: Path) -> None:
-    """As a scheduler does."""
+    """Send SIGTERM to `txl launch`, as a scheduler does."""
     launcher.terminate()
 
 
@@ -89,7 +91,8 @@ CASES: dict[str, Strike] = {
 
 
 def measure(folder: Path, strike: Strike, *, num_ranks: int) -> tuple[float, float, int]:
-    """(seconds until the other ranks were gone, until `txl launch` was, its exit code)."""
+    """Run one trial. Return (seconds until the other ranks had ended, seconds until `txl launch` had ended, exit code
+    of `txl launch`)."""
     run = folder / f"run-{random.getrandbits(40)}"
     words = ["launch", "--num_accelerators", str(num_ranks), "ends.toml", "--run.dir", str(run)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -122,7 +125,9 @@ def main() -> None:
     """Measure all cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=positive, default=5, help="runs of each case")
-    parser.add_argument("--ranks", type=positive, default=2, help="of each run; a case that ends one rank needs two")
+    parser.add_argument(
+        "--ranks", type=positive, default=2, help="ranks of each run; a case that ends one rank needs two"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="; ".join(CASES))
     arguments = parser.parse_args()
     print("| what | trials | other ranks gone, s | txl launch gone, s | exit code |\n|---|---|---|---|---|")

@@ -1,11 +1,11 @@
-"""How the benchmarks measure: variants interleaved in one process, memory in fresh processes, ratios beside figures.
+"""How the benchmarks measure: variants in turn in one process, memory in new processes, and ratios next to the figures.
 
-Time. On a shared machine the same code runs 1.5 times slower a minute later. So the variants take turns: after one
-warm-up each, every round runs each of them once, and what is reported is the minimum (what the code can do) and the
-median (what it did) over the rounds, and ratios of these to a base line of the same run.
+Time. On a shared machine the same code can run 1.5 times slower a minute later. So the variants take turns. After one
+warm-up call each, every round runs each variant once. The tables report the minimum over the rounds (the speed of the
+code without disturbance), the median (its usual speed), and the ratios of both to a baseline of the same run.
 
-Memory. A variant that ran before leaves freed pages behind, so each peak is measured in a process of its own: the
-benchmark starts itself again with `--only VARIANT --measure memory` and reads the last line that it prints.
+Memory. A variant leaves freed pages to the variants after it. So each peak is measured in a new process. The benchmark
+starts itself again with `--only VARIANT --measure memory` and reads the last line of the child's output.
 
     timings = interleaved({"plain": plain_step, "fused": fused_step}, rounds=6)
     peaks = {name: peak_in_fresh_process(name) for name in timings}          # the child prints peak_mib(step)
@@ -32,14 +32,14 @@ from rich.table import Table
 
 
 class Timing(NamedTuple):
-    """Of the rounds of one variant, in milliseconds."""
+    """Minimum and median over the rounds of one variant, in milliseconds."""
 
     min_ms: float
     median_ms: float
 
 
 def interleaved(variants: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
-    """Run each variant once to warm up, then round by round all of them once, and time the latter.
+    """Run each variant once to warm up. Then run all variants once per round and time them.
 
     On a GPU a run ends when the device has finished it.
     """
@@ -56,14 +56,14 @@ T = TypeVar("T")
 
 
 def announced(sizes: Sequence[T], *, what: str) -> Iterator[T]:
-    """The sizes one by one; before each a line on standard error says which of how many is measured."""
+    """Yield the sizes. Before each size print its position among all sizes on standard error."""
     for number, size in enumerate(sizes, 1):
         print(f"{what} {size}: {number} of {len(sizes)} ...", file=sys.stderr, flush=True)
         yield size
 
 
 def milliseconds(action: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Run `action` and return its milliseconds. On a GPU the device's work is included."""
     _wait_for_device()
     began = time.perf_counter()
     action()
@@ -72,7 +72,7 @@ def milliseconds(action: Callable[[], object]) -> float:
 
 
 def speedup(timings: Mapping[str, Timing], name: str, *, base: str) -> Timing:
-    """How many times faster a variant is than the base line: (ratio of minima, ratio of medians)."""
+    """Return how many times faster a variant is than the baseline: (ratio of minima, ratio of medians)."""
     mine, theirs = timings[name], timings[base]
     return Timing(theirs.min_ms / mine.min_ms, theirs.median_ms / mine.median_ms)
 
@@ -89,44 +89,47 @@ def positive(word: str) -> int:
 
 
 def add_measure_options(parser: argparse.ArgumentParser) -> None:
-    """`--rounds`, `--json`, and `--only`, `--measure` by which `peak_in_fresh_process` starts a benchmark again."""
+    """Add `--rounds` and `--json` to a parser, and the options `--only` and `--measure`, with which
+    `peak_in_fresh_process` starts a benchmark again."""
     parser.add_argument("--rounds", type=positive, default=8, help="timed runs of each variant")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--only", default=None, metavar="VARIANT", help="this variant alone")
+    parser.add_argument("--only", default=None, metavar="VARIANT", help="measure only this variant")
     parser.add_argument("--measure", choices=("all", "memory"), default="all")
 
 
 def peak_mib(action: Callable[[], object], *, runs: int = 2) -> float:
-    """How far memory grows while `action` runs, in MiB: on a GPU what torch allocated, else the resident set.
+    """Return by how many MiB memory grows while `action` runs. On a GPU it is torch's allocated memory, otherwise the
+    resident memory.
 
-    What the caller built before is not counted. Call it in a fresh process (`peak_in_fresh_process`).
+    Memory that was allocated before the call is not counted. Call it in a new process (`peak_in_fresh_process`).
     """
     small = torch.ones(64, 64, requires_grad=True)
-    (small @ small).sum().backward()  # buffers of the libraries are nobody's growth
+    (small @ small).sum().backward()  # allocates buffers of the libraries before the measurement
     if torch.cuda.is_available():
         _wait_for_device()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         _repeat(action, runs)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before_kib = _status_kib("VmRSS")
     _repeat(action, runs)
     return (_status_kib("VmHWM") - before_kib) / 1024
 
 
 def print_peak(peak: float) -> None:
-    """What the child of `peak_in_fresh_process` prints last."""
+    """Print the peak as JSON, in the last line of the child of `peak_in_fresh_process`."""
     print(json.dumps({"peak_mib": peak}))
 
 
 def peak_in_fresh_process(variant: str, *, arguments: Sequence[str] = ()) -> float:
-    """Peak of one variant in MiB: runs this program again, with its own arguments and `arguments` after them.
+    """Return the peak memory of one variant in MiB. The program is run again with its own arguments, followed by
+    `arguments`.
 
-    Raises RuntimeError with the child's last words if it fails.
+    Raises RuntimeError with the end of the child's error output if the child fails.
     """
     program = sys.modules["__main__"].__spec__
-    assert program is not None, "it was not started by `python -m`"
+    assert program is not None, "start the benchmark with `python -m`"
     command = [sys.executable, "-m", program.name, *sys.argv[1:], *arguments, "--only", variant, "--measure", "memory"]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
@@ -141,7 +144,8 @@ def rows(
     peaks: Mapping[str, float] | None = None,
     more: Mapping[str, Mapping[str, object]] | None = None,
 ) -> list[dict[str, object]]:
-    """A row per variant: times, speed-ups over `base`, peaks in MiB and as a share of the base's, then `more`."""
+    """Return a row per variant: times, speed-ups over `base`, peaks in MiB and as a share of the base's peak, then the
+    columns of `more`."""
     table = []
     for name, timing in timings.items():
         by_min, by_median = speedup(timings, name, base=base)
@@ -154,7 +158,8 @@ def rows(
 
 
 def print_table(title: str, table: Sequence[Mapping[str, Any]]) -> None:
-    """To the console; numbers with the digits that mean something. Columns are those of the first row."""
+    """Print a table to the console, with numbers rounded to significant digits. The columns are those of the first
+    row."""
     drawn = Table(title=title)
     for column in table[0]:
         drawn.add_column(column, justify="left" if isinstance(table[0][column], str) else "right")
@@ -164,14 +169,14 @@ def print_table(title: str, table: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path, tables: Mapping[str, Iterable[Mapping[str, object]]], **facts: object) -> None:
-    """All tables by title, with what they were measured on."""
+    """Write all tables by title, with the version of torch, the number of threads and other facts."""
     content = {"torch": torch.__version__, "threads": torch.get_num_threads(), **facts}
     content["tables"] = {title: list(table) for title, table in tables.items()}
     path.write_text(json.dumps(without_nan(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def without_nan(value: Any) -> Any:
-    """The same with null for what is not finite: JSON has no NaN."""
+    """Return the value with None in place of floats that are not finite, because JSON has no NaN."""
     if isinstance(value, Mapping):
         return {key: without_nan(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

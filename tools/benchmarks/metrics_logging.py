@@ -1,15 +1,16 @@
-"""What reporting costs: the share of a training step that records take.
+"""Measure the share of a training step's time that the metrics take.
 
     python -m tools.benchmarks.metrics_logging                           8 rounds
     python -m tools.benchmarks.metrics_logging --rounds 1                the smallest size, some seconds
 
-A step of the quickstart's model (1.4 million parameters, 16 lanes of 64 tokens, ZeRO-1, one process, one thread) and a
-report to all sinks that are always there (console into a file, metrics.jsonl, TensorBoard) are timed in turn. Larger
-models and GPUs make steps of other lengths; a report costs the same, so its milliseconds are shown too.
+Two things are timed in turn: a step of the quickstart's model (1.4 million parameters, 16 lanes of 64 tokens, ZeRO-1,
+one process, one thread), and a report to all default sinks (console into a file, metrics.jsonl, TensorBoard). The
+milliseconds of a report are printed too, because they do not depend on the model or the device.
 
-    share at every step       a report's time over a step's
-    share as set              the same over the steps between two reports (metrics.log_every_steps, 10 by default)
-    clocks                    what the timing of the step's parts takes, in each step
+    share at every step       time of a report / time of a step
+    share as set              time of a report / time of the steps between two reports (metrics.log_every_steps, 10 by
+                              default)
+    clocks                    time that measuring the step's parts takes in each step
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from txl_dist.train.run_plan import stage_context
 
 VOCAB_SIZE = 4096
 REPORTS = 50
-"""Reports per timed run, one being too short to time."""
+"""Number of reports in a timed run. A single report is too short to time."""
 
 
 class Bench:
-    """One run's engine and reporter."""
+    """Engine and reporter of one run."""
 
     def __init__(self, config: Config, ranks: RankInfo) -> None:
         plan = plan_batch(config.train, world_size=1)
@@ -61,7 +62,7 @@ class Bench:
         self.step()
 
     def step(self) -> None:
-        """As training makes it, without what is timed apart."""
+        """Make a step as in training, without clocks and reports, which are timed separately."""
         loss, self.memory = self.engine.forward(self.batch, self.memory, normalizer=float(self.tokens))
         self.engine.backward(loss)
         norm = float(self.engine.grad_norm())
@@ -69,7 +70,7 @@ class Bench:
         self.interval.add(loss=float(loss.detach()), grad_norm=norm, lr=1e-3, num_scored=self.tokens, skipped=False)
 
     def clocks(self) -> None:
-        """The clock of `REPORTS` steps."""
+        """Measure the parts of a step as in training, `REPORTS` times."""
         for _ in range(REPORTS):
             self.clock.begin()
             self.clock.mark_prepared()
@@ -78,7 +79,7 @@ class Bench:
             self.clock.local_ms()
 
     def reports(self) -> None:
-        """`REPORTS` records, as the loop makes them."""
+        """Write `REPORTS` records as the training loop does."""
         for _ in range(REPORTS):
             self.num_reports += 1
             values = self.interval.report(step=self.num_reports, tokens_per_step=self.tokens)
@@ -89,7 +90,7 @@ class Bench:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_measure_options(parser)
     arguments = parser.parse_args()

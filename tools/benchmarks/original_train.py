@@ -1,12 +1,12 @@
-"""Runs train.py of the original authors' code on a corpus of ours, for speedrun and parity.
+"""Run train.py of the original authors' code on one of our corpora, for speedrun and parity.
 
-    python -m tools.benchmarks.original_train DIR CORPUS CUTOFF ... -- their flags
+    python -m tools.benchmarks.original_train DIR CORPUS CUTOFF ... -- FLAGS OF THEIR TRAIN.PY
 
-DIR is the folder `pytorch` of their code. It is their program: model, initial weights, batches, optimizer, schedule,
-loop. Changed while it is read, and nowhere else: what today's torch demands (peers.py, and whole modules in
-`torch.load`), the cutoffs of the adaptive softmax, for which it has no flag, and where the ids come from, whose place
-is taken by those of our corpus, documents in their order. Their own evaluation is made on those ids too; nothing is
-decided by it.
+DIR is the folder `pytorch` of their code. Model, initial weights, batches, optimizer, schedule and loop are those of
+their program. The source is changed in memory in three points. It is adapted to today's torch (peers.py, and whole
+modules in `torch.load`). The cutoffs of the adaptive softmax are set, because the program has no flag for them. The ids
+are those of our corpus, with the documents in order. Their own evaluation also uses these ids, but no result depends on
+it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PATCHES = (
 
 
 def main() -> None:
-    """See the module."""
+    """Read the arguments before `--`, and run their train.py with the flags after it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="DIR", help="folder `pytorch` of the authors' code")
-    parser.add_argument("corpus", metavar="CORPUS", help="what txl prepare wrote")
-    parser.add_argument("cutoffs", type=int, nargs="*", metavar="CUTOFF", help="of the adaptive softmax")
+    parser.add_argument("corpus", metavar="CORPUS", help="corpus that txl prepare wrote")
+    parser.add_argument("cutoffs", type=int, nargs="*", metavar="CUTOFF", help="cutoffs of the adaptive softmax")
     words = sys.argv[1:]
     border = words.index("--") if "--" in words else len(words)
     given = parser.parse_args(words[:border])
@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def prepare(folder: str | Path) -> Path:
-    """Make their modules importable, for the rest of this process; returns where they are.
+    """Make their modules importable for the rest of this process, and return the folder.
 
-    Raises ConfigError if they are not there.
+    Raises ConfigError if the folder does not contain their code.
     """
     path = checked(Path(folder)).resolve()
     sys.path[:0] = [str(path), str(path / "utils")]
@@ -59,20 +59,22 @@ def prepare(folder: str | Path) -> Path:
 def run_train(
     path: Path, words: Sequence[str], *, cutoffs: Sequence[int], data: ModuleType, variables: dict[str, Any]
 ) -> None:
-    """Run their train.py to its end, with `data` in place of their data_utils; its globals are put into `variables`."""
+    """Run their train.py to its end, with `data` instead of their data_utils. Its global variables are stored in
+    `variables`."""
     sys.modules["data_utils"] = data
     source = (path / "train.py").read_text(encoding="utf-8")
     for pattern, replacement in PATCHES:
         source, num_found = re.subn(pattern, replacement.format(cutoffs=list(cutoffs)), source)
         assert num_found, pattern
-    os.chdir(path)  # it copies itself from there
+    os.chdir(path)  # train.py copies itself from this folder
     sys.argv = ["train.py", *words]
     variables["__name__"] = "__main__"
     exec(compile(source, str(path / "train.py"), "exec"), variables)
 
 
 def _data(location: str, *, iterator: type) -> ModuleType:
-    """In place of their data_utils: its corpus has our ids, its batches are made by their iterator."""
+    """Return a module that replaces their data_utils. Its corpus has our ids, and its batches are made by their
+    iterator."""
     corpus = open_corpus(Path(location).resolve())
 
     def get_iterator(split: str, *words: object, **named: object) -> object:

@@ -1,17 +1,20 @@
-"""The peers' code, imported from where the user has it: the authors' PyTorch, NVIDIA's, and Hugging Face's.
+"""Import the other codes from a folder of the user: the authors' PyTorch code, NVIDIA's and Hugging Face's.
 
     theirs = original("transformer-xl/pytorch")
     layer = theirs.model.RelPartialLearnableDecoderLayer(...)        # mem_transformer.py
     loss = theirs.softmax.ProjectedAdaptiveLogSoftmax(...)           # utils/proj_adaptive_softmax.py
 
-Nothing of it is copied here. Source text is changed while it is imported, only as far as today's torch demands:
+This project contains no copy of their code. The source is changed during the import where today's torch needs it:
 
-    original     proj_adaptive_softmax.py   CUDA_MAJOR and _MINOR, which nothing reads, fail where torch has no CUDA: 0
-                 mem_transformer.py         masks made with `.byte()` are made with `.bool()`: masked_fill demands it
-    nvidia       utils/__init__.py          is not run: it imports what only their trainer needs (dllogger, pynvml)
-    huggingface  modeling_transfo_xl.py    `type_as(dtype=...)`, which torch refuses, is what it means: `to(dtype=...)`
+    original     proj_adaptive_softmax.py   CUDA_MAJOR and CUDA_MINOR are 0, because reading them fails without CUDA;
+                                            nothing uses them
+                 mem_transformer.py         masks are made with `.bool()` instead of `.byte()`, as masked_fill requires
+    nvidia       utils/__init__.py          is not run, because it imports packages that only their trainer needs
+                                            (dllogger, pynvml)
+    huggingface  modeling_transfo_xl.py     `type_as(dtype=...)`, which torch refuses, becomes `to(dtype=...)`
 
-The first two have modules of the same names, which are taken out of `sys.modules` again: both can be used at once.
+The first two codes have modules of the same names. These modules are removed from `sys.modules` after the import, so
+that both codes can be used in one process.
 """
 
 from __future__ import annotations
@@ -29,27 +32,28 @@ from typing import NamedTuple
 from txl_dist.errors import ConfigError
 
 Patches = Sequence[tuple[str, str]]
-"""Pairs of a regular expression and what replaces it, in the source of any module."""
+"""Pairs of a regular expression and its replacement in the source of a module."""
 
 
 class Peer(NamedTuple):
-    """A peer's modules."""
+    """The two modules of another code that the benchmarks use."""
 
     model: ModuleType
-    """mem_transformer.py, or modeling_transfo_xl.py"""
+    """Module mem_transformer.py, or modeling_transfo_xl.py of Hugging Face."""
     softmax: ModuleType
-    """utils/proj_adaptive_softmax.py, or modeling_transfo_xl_utilities.py"""
+    """Module utils/proj_adaptive_softmax.py, or modeling_transfo_xl_utilities.py of Hugging Face."""
 
 
 def original(folder: str | Path) -> Peer:
-    """The authors' code (the folder `pytorch`). Raises ConfigError if it is not there."""
+    """Import the authors' code from its folder `pytorch`. Raises ConfigError if the code is not in the folder."""
     path = checked(Path(folder))
     with _own_modules(search=path / "utils"):
         return load_original(path)
 
 
 def load_original(path: Path) -> Peer:
-    """The same, its modules left where its train.py finds them: for a process that runs nothing else."""
+    """Import the authors' code and leave its modules in `sys.modules`, where its train.py finds them. Use it only in a
+    process that runs no other code."""
     patches = [(r"(CUDA_M\w+ = ).*", r"\g<1>0"), (r"\.byte\(\)", ".bool()")]
     load("log_uniform_sampler", path / "utils")
     softmax = load("proj_adaptive_softmax", path / "utils", patches)
@@ -57,7 +61,8 @@ def load_original(path: Path) -> Peer:
 
 
 def nvidia(folder: str | Path) -> Peer:
-    """NVIDIA's DeepLearningExamples code (the folder `pytorch`). Raises ConfigError if it is not there."""
+    """Import NVIDIA's DeepLearningExamples code from its folder `pytorch`. Raises ConfigError if the code is not in the
+    folder."""
     path = checked(Path(folder))
     with _own_modules(search=path):
         package = ModuleType("utils")
@@ -68,32 +73,33 @@ def nvidia(folder: str | Path) -> Peer:
 
 
 def huggingface() -> Peer:
-    """TransfoXL of the installed transformers. Raises ConfigError if there is none, or one without it."""
+    """Import TransfoXL of the installed transformers. Raises ConfigError if transformers is not installed or does not
+    contain TransfoXL."""
     package = "transformers.models.deprecated.transfo_xl"
     try:
         spec = importlib.util.find_spec(package)
-    except ImportError as error:  # none, or one that its own dependencies are too new for
+    except ImportError as error:  # not installed, or its dependencies are too new for it
         raise ConfigError(f"transformers cannot be imported ({error}). {_REMEDY}") from error
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"the installed transformers has no TransfoXL any more. {_REMEDY}")
+        raise ConfigError(f"the installed transformers does not contain TransfoXL. {_REMEDY}")
     patches = [(r"\.type_as\((?=\s*dtype=)", ".to(")]
     model = load(f"{package}.modeling_transfo_xl", Path(spec.submodule_search_locations[0]), patches)
-    sys.modules["transformers"].logging.set_verbosity_error()  # it finds fault with its own deprecated class
+    sys.modules["transformers"].logging.set_verbosity_error()  # transformers warns about its own deprecated class
     return Peer(model, sys.modules[f"{package}.modeling_transfo_xl_utilities"])
 
 
-_REMEDY = "Install transformers==4.46.3 with the tokenizers that it asks for."
+_REMEDY = "Install transformers==4.46.3 with the version of tokenizers that it requires."
 
 
 class _Patched(importlib.machinery.SourceFileLoader):
-    """Reads a source file with replacements; lines stay where they are, so that tracebacks are true."""
+    """Loader that reads a source file with replacements. Line numbers do not change, so tracebacks stay correct."""
 
     def __init__(self, name: str, path: Path, patches: Patches) -> None:
         super().__init__(name, str(path))
         self.patches = patches
 
     def get_code(self, fullname: str) -> object:  # type: ignore[override]
-        """Without a cache of byte code: that would be the unpatched one, or outlive the patches."""
+        """Compile the source without a cache of byte code, because the cache would ignore or keep the replacements."""
         source = Path(self.path).read_text(encoding="utf-8")
         for pattern, replacement in self.patches:
             source = re.sub(pattern, replacement, source)
@@ -101,7 +107,7 @@ class _Patched(importlib.machinery.SourceFileLoader):
 
 
 def load(name: str, folder: Path, patches: Patches = ()) -> ModuleType:
-    """Run a file NAME.py as the module `name`, patched, and leave it in `sys.modules`."""
+    """Run the file NAME.py as the module `name` with the replacements. The module stays in `sys.modules`."""
     path = folder / f"{name.rpartition('.')[2]}.py"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Patched(name, path, patches))
     assert spec is not None
@@ -114,7 +120,8 @@ def load(name: str, folder: Path, patches: Patches = ()) -> ModuleType:
 
 @contextmanager
 def _own_modules(*, search: Path) -> Iterator[None]:
-    """What is imported inside leaves no name behind, and hides none that was there."""
+    """Remove the other code's modules from `sys.modules` at the end of the context, and restore the modules of these
+    names that were there before."""
 
     def is_theirs(name: str) -> bool:
         return name.split(".")[0] in {"utils", "mem_transformer", "proj_adaptive_softmax", "log_uniform_sampler"}
@@ -133,8 +140,10 @@ def _own_modules(*, search: Path) -> Iterator[None]:
 
 
 def checked(folder: Path) -> Path:
-    """The folder itself. Raises ConfigError if it is not that of a peer's code."""
+    """Return the folder. Raises ConfigError if it does not contain one of the other codes."""
     for needed in ("mem_transformer.py", "utils/proj_adaptive_softmax.py"):
         if not (folder / needed).is_file():
-            raise ConfigError(f"{folder} has no {needed}. Give the folder `pytorch` of the peer's code.")
+            raise ConfigError(
+                f"{folder} has no {needed}. Type the path of the folder `pytorch` of the original's or NVIDIA's code."
+            )
     return folder

@@ -1,12 +1,13 @@
-"""How fast `txl prepare` is: one worker, two workers, and the bare tokenizer as the ceiling, interleaved in one run.
+"""Measure how fast `txl prepare` is with one and two workers, compared with the tokenizer alone, in the same run.
 
     python -m tools.benchmarks.prepare TEXT.jsonl [...] [--rounds 3] [--megabytes 64] [--tokenizer-file T]
     python -m tools.benchmarks.prepare TEXT.jsonl --rounds 1 --megabytes 0.1 --vocab-size 300  the smallest, seconds
 
-A file has a JSON object with a `text` per line. All encode the same texts with the same given BPE tokenizer (or one
-learned here from a part of them), whose library's own threads are off. Rates are bytes of text per second of the best
-round; the half corpus shows what is fixed cost. `bare` is `encode_batch_fast` of the library on the texts in memory, in
-the pieces that our tokenizer makes, and nothing else: no reading, no parsing, no ids taken out.
+A line of a file is a JSON object with a `text`. All variants encode the same texts with the same BPE tokenizer, which
+is given or learned here from a part of the texts. The threads of the tokenizer's library are off. Rates are bytes of
+text per second in the best round. The rates of half of the corpus show the fixed costs. `bare` only calls the library's
+`encode_batch_fast` on texts in memory, in the pieces that our tokenizer makes. It does not read or parse files, and it
+does not copy the ids.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ BARS = {"2 workers / 1 worker": 1.6, "1 worker / bare": 0.7}
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all variants, and print the rates and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines with a text each")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="file of JSON lines, each with a text")
     parser.add_argument("--rounds", type=positive, default=3, help="timed runs of each variant")
     parser.add_argument("--megabytes", type=float, default=64.0, help="megabytes of text to use")
-    parser.add_argument("--vocab-size", type=int, default=16_384, help="of the tokenizer that is learned here")
-    parser.add_argument("--tokenizer-file", type=Path, help="use this tokenizer, and learn none")
+    parser.add_argument(
+        "--vocab-size", type=int, default=16_384, help="vocabulary size of the tokenizer that is learned here"
+    )
+    parser.add_argument("--tokenizer-file", type=Path, help="use this tokenizer instead of learning one")
     arguments = parser.parse_args()
     texts = read_texts(arguments.files, num_bytes=int(arguments.megabytes * 1e6))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -66,10 +69,9 @@ def main() -> None:
 
 
 def read_texts(files: list[Path], *, num_bytes: int) -> list[str]:
-    """Return the first documents of the files, about so many bytes of them.
+    """Return the first documents of the files, about `num_bytes` bytes in all. Blank lines are skipped.
 
-    Blank lines are left out. Raises DataError for a file that cannot be read, a line without a text, and fewer than two
-    documents.
+    Raises DataError if a file cannot be read, if a line has no text, or if there are fewer than two documents.
     """
     texts: list[str] = []
     for path in files:
@@ -81,7 +83,9 @@ def read_texts(files: list[Path], *, num_bytes: int) -> list[str]:
             texts.append(text_of(line, where=f"{path}, line {number}"))
             num_bytes -= len(texts[-1].encode())
     if len(texts) < 2:
-        raise DataError(f"documents in the files: {len(texts)}. Half of them is measured too, so give two or more.")
+        raise DataError(
+            f"documents in the files: {len(texts)}. Type files with two or more, because half of them is measured too."
+        )
     return texts
 
 
@@ -95,25 +99,25 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def text_of(line: str, *, where: str) -> str:
-    """Return the text of a record. Raises DataError if the line is no JSON object that has one."""
+    """Return the text of a record. Raises DataError if the line is not a JSON object with a text."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
         record = None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{where}: not a JSON object with a text. Give JSON lines: {{"text": "..."}}, one a document.')
+        raise DataError(f'{where}: not a JSON object with a text. Write each document as one line {{"text": "..."}}.')
     return text
 
 
 def write(path: Path, texts: list[str]) -> int:
-    """Write JSON lines. Returns the bytes of the texts."""
+    """Write the texts as JSON lines, and return the number of bytes of the texts."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     return sum(len(text.encode()) for text in texts)
 
 
 def learn(texts: list[str], folder: Path, *, vocab_size: int) -> Path:
-    """A BPE tokenizer of the first ten megabytes."""
+    """Learn a BPE tokenizer from the first ten million characters, and return its file."""
     from txl_dist.tokenizers.training import train_tokenizer
 
     sample, held = [], 0
@@ -128,7 +132,7 @@ def learn(texts: list[str], folder: Path, *, vocab_size: int) -> Path:
 
 
 def bare(texts: list[str], tokenizer_file: Path) -> None:
-    """Only the library's call, on the pieces that our tokenizer cuts, which are few enough to fit in memory."""
+    """Encode all texts with the tokenizer library alone, in the pieces that our tokenizer makes, 32 at a time."""
     from txl_dist.tokenizers.subwords import cut_pieces
     from txl_dist.tokenizers.tokenizer import load_tokenizer
 
@@ -140,7 +144,7 @@ def bare(texts: list[str], tokenizer_file: Path) -> None:
 
 
 def prepare(source: Path, folder: Path, tokenizer_file: Path, *, num_workers: int) -> None:
-    """The whole preparation, into a folder that is removed again."""
+    """Run the whole preparation into a folder, and remove the folder."""
     from txl_dist.data.prepare.run import prepare_corpus
 
     settings: dict[str, Any] = {"inputs": [source], "tokenizer_path": tokenizer_file, "valid_fraction": 0.0}
@@ -149,7 +153,8 @@ def prepare(source: Path, folder: Path, tokenizer_file: Path, *, num_workers: in
 
 
 def interleaved(runs: dict[str, Any], *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each run, one after the other in each round, so that what disturbs one disturbs all."""
+    """Return the seconds of each run. All runs take turns in each round, so that other load on the machine slows all of
+    them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in announced(range(1, rounds + 1), what="round"):
         for name, run in runs.items():

@@ -1,11 +1,11 @@
-"""The matrix products of a training step: their share of its time, and how long they take alone.
+"""The matrix products of a training step: their share of its time, and their time alone.
 
     share = share_of_products(step)
     products = Products.of(step)        # then `products()` runs them once
 
-Products are `mm`, `addmm`, `bmm` and `baddbmm`. Alone they are called as the step calls them, in its order, with its
-shapes and strides, and with results written where it wants them; but each on operands of its own, side by side in a
-pool so large that no cache still holds them when it begins anew.
+Products are `mm`, `addmm`, `bmm` and `baddbmm`. Alone they run in the same order as in the step, with the same shapes,
+strides and output tensors. But each product has its own operands in a pool of memory. The pool is so large that no
+cache still contains the operands in the next run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMES = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 POOL_NUMBERS = 2**27
-"""fp32, for operands and for results each: 512 MiB, more than the cache of one core and than most that are shared."""
+"""Number of fp32 values in the pool of operands, and in the pool of results. Each pool has 512 MiB, more than the cache
+of a core and than most shared caches."""
 
 
 def share_of_products(step: Callable[[], object], *, steps: int = 4) -> float:
-    """The part of the self time of all operations, by torch's profiler; the best of some steps."""
+    """Return the products' share of the self time of all operations, by torch's profiler. It is the largest share of
+    `steps` steps."""
     shares: list[float] = []
     for _ in range(steps):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -34,7 +36,7 @@ def share_of_products(step: Callable[[], object], *, steps: int = 4) -> float:
 
 
 class Products(TorchDispatchMode):
-    """The products of a step, ready to be made again."""
+    """The products of a step, recorded so that they can run again."""
 
     def __init__(self, *, pool_numbers: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,14 +45,14 @@ class Products(TorchDispatchMode):
 
     @classmethod
     def of(cls, step: Callable[[], object], *, pool_numbers: int = POOL_NUMBERS) -> Products:
-        """Those that `step` makes, forward and backward."""
+        """Record the products that `step` makes, forward and backward."""
         recorded = cls(pool_numbers=pool_numbers)
         with recorded:
             step()
         return recorded
 
     def __call__(self) -> None:
-        """Make them all."""
+        """Run all recorded products once."""
         for call in self._calls:
             call()
 
@@ -69,14 +71,14 @@ class Products(TorchDispatchMode):
 
 
 class _Pool:
-    """Memory that is given out from one end to the other, and then again."""
+    """Memory that is given out from the beginning to the end, and then from the beginning again."""
 
     def __init__(self, numbers: int) -> None:
         self._values, self._begin = torch.empty(numbers).normal_(0, 0.02), 0
 
     def like(self, x: Tensor) -> Tensor:
-        """A tensor of its shape and strides."""
+        """Return a tensor in the pool with the shape and the strides of `x`."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         begin = self._begin if self._begin + span <= self._values.numel() else 0
-        self._begin = begin + (span + 15) // 16 * 16  # as aligned as torch's own
+        self._begin = begin + (span + 15) // 16 * 16  # the same alignment as torch's own tensors
         return self._values.as_strided(x.shape, x.stride(), begin)

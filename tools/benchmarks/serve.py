@@ -1,19 +1,21 @@
-"""How fast a server answers: vLLM's figures of `txl serve`, or of any server of OpenAI's completions.
+"""Measure how fast a server answers, with vLLM's figures, for `txl serve` or any server of OpenAI's completions.
 
-    python -m tools.benchmarks.serve bundles/first                           # one at a time, 64 at once, a conversation
+    python -m tools.benchmarks.serve bundles/first                           one at a time, 64 at once, a conversation
     python -m tools.benchmarks.serve http://HOST:8000 --request-rate 20 --num-prompts 200 --goodput ttft:200 tpot:50
 
-A bundle, a run or a checkpoint is served for the time, on one thread. Prompts are random ids with a fixed seed;
-requests come at once (`--request-rate inf`) or as a Poisson process, and at most `--max-concurrency` are in work. Each
-asks for a stream with usage. The file of `--json` has the keys of `vllm bench serve`:
+For a bundle, a run or a checkpoint the program starts a server on one thread and ends it after the measurement. Prompts
+are random ids with a fixed seed. Requests are sent at once (`--request-rate inf`) or as a Poisson process, and at most
+`--max-concurrency` requests run at the same time. Each request asks for a stream with usage. The file of `--json` has
+the keys of `vllm bench serve`:
 
-    ttft   from a request to its first token                tpot   (e2el - ttft) / (tokens - 1)
-    itl    from one piece of a text to the next             e2el   from a request to its end
-    request_throughput, output_throughput, total_token_throughput: per second of the whole
-    request_goodput: of the requests that keep to all limits of --goodput, in ms
+    ttft   time from a request to its first token           tpot   (e2el - ttft) / (tokens - 1)
+    itl    time between two pieces of a text                e2el   time from a request to its end
+    request_throughput, output_throughput, total_token_throughput: rates per second
+    request_goodput: requests per second that meet all limits of --goodput, which are in ms
 
-Without --request-rate and --max-concurrency three things are measured: the requests one after another, then 64 at a
-time, with the ratio of their throughput; and ten turns of a conversation, each from the memory of the one before.
+Without --request-rate and --max-concurrency the program measures three things: the requests one after another, the
+requests 64 at a time with the ratio of the throughputs, and ten turns of a conversation. Each turn continues from the
+memory of the turn before it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ NUM_TURNS = 10
 
 @dataclass
 class Output:
-    """What became of a request; times in seconds."""
+    """Result of a request. Times are in seconds. `memory` is the id of the kept memory."""
 
     prompt_len: int = 0
     output_len: int = 0
@@ -59,12 +61,12 @@ class Output:
 
     @property
     def tpot(self) -> float:
-        """Per token behind the first."""
+        """Seconds per token after the first token."""
         return (self.e2el - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Output:
-    """One request, as a stream."""
+    """Send one request as a stream and return its result."""
     output, began = Output(), time.perf_counter()
     last = began
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -92,7 +94,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
 
 
 async def run(url: str, bodies: list[dict[str, Any]], *, rate: float, at_once: int, seed: int) -> dict[str, Any]:
-    """All requests, and when they were answered."""
+    """Send all requests. Return their results and the seconds of the whole run."""
     arrivals, outputs, places = random.Random(seed), [], asyncio.Semaphore(at_once)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
@@ -113,7 +115,7 @@ async def run(url: str, bodies: list[dict[str, Any]], *, rate: float, at_once: i
 
 
 def summary(outputs: list[Output], *, duration: float, limits: dict[str, float]) -> dict[str, Any]:
-    """vLLM's figures."""
+    """Return the figures of `vllm bench serve`. `limits` are those of --goodput in milliseconds."""
     done = [output for output in outputs if not output.error]
     num_in, num_out = sum(output.prompt_len for output in done), sum(output.output_len for output in done)
     result: dict[str, Any] = {
@@ -144,7 +146,8 @@ def summary(outputs: list[Output], *, duration: float, limits: dict[str, float])
 
 
 async def converse(url: str, *, turn: list[int], output_len: int, rounds: int) -> list[float]:
-    """Medians in ms of each turn, over some conversations: every turn begins from the memory of the one before."""
+    """Return the median milliseconds of each turn over `rounds` conversations. Every turn begins with the memory of the
+    turn before it."""
     times: list[list[float]] = [[] for _ in range(NUM_TURNS)]
     async with aiohttp.ClientSession() as session:
         for number in range(rounds + 1):
@@ -162,7 +165,7 @@ async def converse(url: str, *, turn: list[int], output_len: int, rounds: int) -
 
 @contextlib.contextmanager
 def server(source: str) -> Iterator[tuple[str, psutil.Process | None]]:
-    """The address of a server, and its process: the one that is given, or one for the time."""
+    """Yield the address of the given server, or start a server and yield its address and process."""
     if source.startswith("http"):
         yield source.rstrip("/"), None
         return
@@ -186,7 +189,7 @@ def server(source: str) -> Iterator[tuple[str, psutil.Process | None]]:
 
 
 def cpu_s(process: psutil.Process | None) -> float:
-    """Seconds that a server has computed: unlike time, the same whoever else uses the cores, or nearly so."""
+    """Return the CPU seconds of the server. They depend less on other load on the machine than elapsed time does."""
     if process is None:
         return 0.0
     times = process.cpu_times()
@@ -194,7 +197,7 @@ def cpu_s(process: psutil.Process | None) -> float:
 
 
 def bodies_of(arguments: argparse.Namespace, *, vocab_size: int) -> list[dict[str, Any]]:
-    """The requests."""
+    """Return the bodies of the requests."""
     draw = random.Random(arguments.seed)
     return [
         {
@@ -207,21 +210,21 @@ def bodies_of(arguments: argparse.Namespace, *, vocab_size: int) -> list[dict[st
 
 
 async def facts_of(url: str) -> dict[str, Any]:
-    """Of the model that is served."""
+    """Return the entry of the served model from /v1/models."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
         facts: dict[str, Any] = (await response.json())["data"][0]
         return facts
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the figures and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="a bundle, a run, a checkpoint, or the address of a server")
     parser.add_argument("--num-prompts", type=int, default=128)
     parser.add_argument("--input-len", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--output-len", type=int, default=64, help="most tokens of a text")
+    parser.add_argument("--output-len", type=int, default=64, help="largest number of tokens of a text")
     parser.add_argument("--request-rate", type=float, default=None, help="requests per second; inf sends all at once")
-    parser.add_argument("--max-concurrency", type=int, default=None, help="most requests in work")
+    parser.add_argument("--max-concurrency", type=int, default=None, help="largest number of requests at the same time")
     parser.add_argument("--goodput", nargs="*", default=[], metavar="METRIC:MS", help="for instance ttft:200 tpot:50")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5, help="conversations, and runs of each case")
@@ -229,7 +232,7 @@ def main() -> None:
     arguments = parser.parse_args()
     limits = {name: float(most) for name, _, most in (one.partition(":") for one in arguments.goodput)}
     if unknown := limits.keys() - set(METRICS) | {name for name in limits if name == "itl"}:
-        parser.error(f"--goodput: {', '.join(sorted(unknown))} is none of ttft, tpot, e2el")
+        parser.error(f"--goodput: {', '.join(sorted(unknown))} must be ttft, tpot or e2el")
     with server(arguments.source) as (url, process):
         facts = asyncio.run(facts_of(url))
         bodies = bodies_of(arguments, vocab_size=facts.get("vocab_size", 256))
@@ -265,7 +268,9 @@ def main() -> None:
             print(f"\noutput_throughput, x one at a time: {by_median:.1f} by the median, {by_best:.1f} by the best")
             if process:
                 cpu = [statistics.median(one["server_cpu_ms_per_token"] for one in runs) for runs in ordered]
-                ratio = cpu[0] / cpu[1] if cpu[1] else math.nan  # the system counts in hundredths of a second
+                ratio = (
+                    cpu[0] / cpu[1] if cpu[1] else math.nan
+                )  # the system counts in hundredths of a second, so the time can be 0
                 print(f"processor time of the server, ms per token: {cpu[0]:.2f} and {cpu[1]:.2f}, {ratio:.1f} x")
             print("ms per turn of a conversation:", " ".join(f"{ms:.0f}" for ms in turns))
             result = {**together, "one_at_a_time": alone, "x_by_median": by_median, "x_by_best": by_best}
@@ -275,7 +280,7 @@ def main() -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    """As vLLM prints it."""
+    """Print the figures in the form of vLLM."""
     for name in ("completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "request_throughput"):
         print(
             f"  {name:<24} {result[name]:,.2f}" if isinstance(result[name], float) else f"  {name:<24} {result[name]:,}"

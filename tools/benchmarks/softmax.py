@@ -1,23 +1,26 @@
-"""The adaptive softmax beside its peers: `python -m tools.benchmarks.softmax --peer-original DIR [--peer-nvidia DIR]`.
+"""Compare our adaptive softmax with others: `python -m tools.benchmarks.softmax --peer-original DIR [--peer-nvidia
+DIR]`.
 
-1,024 tokens, model width 256, 60,000 words cut at 10,000 / 20,000 / 40,000, targets by Zipf's law, fp32, one thread.
-Each variant makes the mean loss and all gradients: of the hidden states, the table, its bias, and the weight and bias
-of the columns that stand for clusters. All have the same weights and begin each round without gradients.
+The sizes are 1,024 tokens, model width 256 and 60,000 words with cutoffs at 10,000, 20,000 and 40,000. Targets follow
+Zipf's law. Everything runs in fp32 on one thread. Each variant computes the mean loss and all gradients: of the hidden
+states, of the table and its bias, and of the weight and bias of the columns for clusters. All variants have the same
+weights and begin each round without gradients.
 
     original   the authors' module
     nvidia     NVIDIA's module
-    torch      torch.nn.AdaptiveLogSoftmaxWithLoss, without its projections to narrower tails; it has no biases in
-               tails and can tie nothing
-    chunked    F.linear_cross_entropy per cluster, where this torch has it
-    plain      our losses, summed, by autograd
-    fused      ours, in one function; the rows of each cluster are padded as for a CPU
-    padded     the same, padded as for a GPU
+    torch      torch.nn.AdaptiveLogSoftmaxWithLoss without its projections to narrower tails; it has no biases in tails
+               and cannot tie weights
+    chunked    F.linear_cross_entropy per cluster, if this torch has it
+    plain      the sum of our losses, with gradients from autograd
+    fused      our fused function; the rows of each cluster are padded as for a CPU
+    padded     our fused function; the rows of each cluster are padded as for a GPU
 
-`--count` runs nothing: it counts, on tensors without storage, the bytes that a GPU would move for each logit in bf16,
-besides what products read; by torch's operations, and by the Triton kernel.
+`--count` runs nothing. It counts, with tensors without storage, the bytes per logit that a GPU would move in bf16,
+without the reads of products. It prints them for torch's operations and for the Triton kernel.
 
-Beside times and peaks: how far loss and gradients are from the first variant's, relative to their norm. `--peer-*` are
-the folders `pytorch` of the peers' code; without them our plain losses are the base line.
+The table shows times, peaks of memory, and the differences of loss and gradients from the first variant's, relative to
+their norm. Each option `--peer-*` names the folder `pytorch` of the other code. Without these options our plain losses
+are the baseline.
 """
 
 from __future__ import annotations
@@ -48,31 +51,31 @@ EDGES = (0, *CUTOFFS, VOCAB_SIZE)
 SHAPE = (8, 128)
 NUM_TOKENS = SHAPE[0] * SHAPE[1]
 TOLERANCE = 1e-5
-"""Of losses and gradients, relative to their norm."""
+"""Largest allowed difference of losses and gradients between variants, relative to their norm."""
 
 
 class Given(NamedTuple):
-    """What all variants start from."""
+    """Inputs and weights from which all variants start."""
 
     hidden_SD: Tensor
     targets_S: Tensor
     weight_VD: Tensor
     cluster_weight_CD: Tensor
-    """Row i - 1 stands for tail i."""
+    """Weights of the columns for tail clusters. Row i - 1 belongs to tail i."""
 
 
 class Variant(NamedTuple):
-    """Something to measure."""
+    """A variant of the softmax that is measured."""
 
     loss: Callable[[Tensor], Tensor]
-    """Of the hidden states, the mean in nats."""
+    """Computes the mean loss in nats from the hidden states."""
     gradients: Callable[[], list[Tensor]]
-    """Of the table and of the columns that stand for clusters, in our order, once they have been made."""
+    """Returns the gradients of the table and of the columns for clusters, in our order, after a backward pass."""
     module: nn.Module
 
 
 def given() -> Given:
-    """The same in every process."""
+    """Return inputs and weights, which are the same in every process."""
     generator = torch.Generator().manual_seed(0)
     hidden_SD = torch.randn(NUM_TOKENS, WIDTH, generator=generator)
     weight_VD = torch.randn(VOCAB_SIZE, WIDTH, generator=generator) * 0.05
@@ -83,7 +86,8 @@ def given() -> Given:
 
 
 def peer(module: Any, data: Given, *, weight: Tensor, bias: Tensor) -> Variant:
-    """The original's or NVIDIA's, with its table and bias; their cluster i uses the head's column -i."""
+    """Build the original's or NVIDIA's variant, with its table and bias. Cluster i of their code uses column -i of the
+    head."""
     with torch.no_grad():
         weight.copy_(data.weight_VD)
         bias.zero_()
@@ -96,7 +100,7 @@ def peer(module: Any, data: Given, *, weight: Tensor, bias: Tensor) -> Variant:
 
 
 def torchs(data: Given) -> Variant:
-    """torch's own; biases of tails it has none."""
+    """Build the variant of torch's module, which has no biases in tails."""
     module: Any = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, VOCAB_SIZE, list(CUTOFFS), div_value=1.0, head_bias=True)
     with torch.no_grad():
         module.head.weight.copy_(torch.cat([data.weight_VD[: CUTOFFS[0]], data.cluster_weight_CD]))
@@ -113,7 +117,7 @@ def torchs(data: Given) -> Variant:
 
 
 def ours(data: Given, *, fused: bool, multiple: int) -> Variant:
-    """Rows of each cluster padded to a multiple."""
+    """Build our variant. The rows of each cluster are padded to a multiple of `multiple`."""
     sizes: dict[str, Any] = {"num_layers": 1, "width": WIDTH, "num_heads": 4, "head_width": 64, "ff_width": WIDTH}
     section = ModelSection.model_validate({**sizes, "cutoffs": CUTOFFS})
     embedding = AdaptiveEmbedding(section, vocab_size=VOCAB_SIZE)
@@ -138,7 +142,7 @@ def ours(data: Given, *, fused: bool, multiple: int) -> Variant:
 
 
 def chunked(data: Given) -> Variant:
-    """torch's linear_cross_entropy, a call per cluster."""
+    """Build the variant with torch's linear_cross_entropy, one call per cluster."""
     table, bias_V = nn.Parameter(data.weight_VD.clone()), nn.Parameter(torch.zeros(VOCAB_SIZE))
     clusters, cluster_bias = nn.Parameter(data.cluster_weight_CD.clone()), nn.Parameter(torch.zeros(len(CUTOFFS)))
     targets_S, shortlist_size = data.targets_S, CUTOFFS[0]
@@ -168,7 +172,7 @@ def chunked(data: Given) -> Variant:
 
 
 def build(name: str, data: Given, arguments: argparse.Namespace) -> Variant:
-    """A variant by its name."""
+    """Build a variant by its name."""
     sizes = (VOCAB_SIZE, WIDTH, WIDTH, list(CUTOFFS))
     if name == "original":
         module = peers.original(arguments.peer_original).softmax.ProjectedAdaptiveLogSoftmax(*sizes)
@@ -186,14 +190,14 @@ def build(name: str, data: Given, arguments: argparse.Namespace) -> Variant:
 
 
 def names(arguments: argparse.Namespace) -> list[str]:
-    """What can be measured here, the base line first."""
+    """Return the variants that can be measured on this machine, the baseline first."""
     theirs = [name for name in ("original", "nvidia") if getattr(arguments, f"peer_{name}") is not None]
     has_chunked = hasattr(F, "linear_cross_entropy")
     return [*theirs, "plain", "fused", "padded", "torch", *(["chunked"] if has_chunked else [])]
 
 
 def step(variant: Variant, data: Given) -> tuple[Tensor, list[Tensor]]:
-    """One loss and all gradients."""
+    """Compute one loss and all gradients."""
     variant.module.zero_grad()
     hidden_SD = data.hidden_SD.clone().requires_grad_()
     loss = variant.loss(hidden_SD)
@@ -203,7 +207,8 @@ def step(variant: Variant, data: Given) -> tuple[Tensor, list[Tensor]]:
 
 
 def disagreement(results: dict[str, tuple[Tensor, list[Tensor]]], name: str, *, base: str) -> dict[str, object]:
-    """Of loss and gradients from the base line's, relative; the worst gradient counts."""
+    """Return the relative differences of loss and gradients from the baseline's. For gradients it is the largest
+    one."""
     (loss, gradients), (base_loss, base_gradients) = results[name], results[base]
     worst = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, base_gradients, strict=True))
     return {"loss off by": float((loss - base_loss).abs() / base_loss), "gradient off by": worst}
@@ -223,7 +228,7 @@ class LogitBytes(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         name, written = func._schema.name.removeprefix("aten::"), self._bytes(result)
         if name in ("mm", "addmm"):
-            # A bias is copied to where the product goes, and read there again, unless that is contiguous.
+            # If the product's output is not contiguous, the bias is copied there first and read again.
             self.moved += written * (3 if written and name == "addmm" and not result.is_contiguous() else 1)
         elif not func.is_view and name not in ("gather", "scatter_"):
             self.moved += self._bytes(args[1:] if name == "copy_" else args) + written
@@ -234,13 +239,14 @@ class LogitBytes(TorchDispatchMode):
         return sum(tensor.nbytes for tensor in tensors if tensor.shape == self.shape)
 
     def kernel(self, logits_cV: Tensor, bias: Tensor, targets_c: Tensor, share_c: Tensor) -> Tensor:
-        """In place of the Triton kernel, which reads each logit twice and writes it once."""
+        """Count the bytes of the Triton kernel, which reads each logit twice and writes it once."""
         self.moved += 3 * logits_cV.nbytes
         return torch.empty_like(share_c)
 
 
 def bytes_per_logit(*, by_kernel: bool, num_columns: int = 20_003) -> float:
-    """Of a softmax in one chunk, forward and backward, the bias with its gradient."""
+    """Return the bytes moved per logit by a softmax in one chunk, forward and backward, with the bias and its
+    gradient."""
     num_rows, width = fused_softmax.CHUNK_ROWS["cpu"], 64
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
     weight_VE, bias_V = torch.empty(num_columns, width, **options), torch.empty(num_columns, **options)
@@ -250,7 +256,7 @@ def bytes_per_logit(*, by_kernel: bool, num_columns: int = 20_003) -> float:
     )
     count = LogitBytes((num_rows, num_columns))
     patched: dict[str, Any] = {"runs_kernel": lambda hidden_SD: by_kernel, "_into_gradient_by_kernel": count.kernel}
-    patched["CACHED_LOGITS"] = {"cpu": num_rows * num_columns}  # all at once, as on a GPU
+    patched["CACHED_LOGITS"] = {"cpu": num_rows * num_columns}  # all rows at once, as on a GPU
     with mock.patch.multiple(fused_softmax, **patched), count:
         fused_softmax.fused_linear_cross_entropy(
             torch.empty(num_rows, width, **options), [cluster], weight_S=weight_S
@@ -259,12 +265,13 @@ def bytes_per_logit(*, by_kernel: bool, num_columns: int = 20_003) -> float:
 
 
 def main() -> None:
-    """See the module's docstring; ends with 1 if a loss or a gradient is further off than the tolerance."""
+    """Measure all variants and print the table. Exit with code 1 if a loss or a gradient differs by more than the
+    tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, default=None, metavar="DIR")
     parser.add_argument("--peer-nvidia", type=Path, default=None, metavar="DIR")
     measuring.add_measure_options(parser)
-    parser.add_argument("--count", action="store_true", help="bytes per logit, without running anything")
+    parser.add_argument("--count", action="store_true", help="count the bytes per logit without running anything")
     arguments = parser.parse_args()
     if arguments.count:
         ways = {"operations of torch": False, "Triton kernel": True}
@@ -299,7 +306,7 @@ def main() -> None:
     if arguments.json is not None:
         measuring.write_json(arguments.json, {title: table})
     if max(max(float(str(value)) for value in one.values()) for one in agreement.values()) > TOLERANCE:
-        sys.exit(f"losses or gradients are further apart than {TOLERANCE:g}.")
+        sys.exit(f"losses or gradients of two variants differ by more than {TOLERANCE:g}.")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
-"""A whole training step beside the peers'.
+"""Compare a whole training step with those of the other codes.
 
     python -m tools.benchmarks.step --peer-original DIR [--peer-nvidia DIR] [--peer-huggingface] [--sizes SIZES]
                                [--against COMMIT_OR_FOLDER]
     python -m tools.benchmarks.step --switches
 
-Forward, loss, backward, clipping, Adam; fp32, one thread. All begin with the original's weights, brought over by
-`txl_dist.convert`, and must give its losses over 8 steps (without dropout).
+A step is forward, loss, backward, clipping and Adam, in fp32 on one thread. All codes begin with the original's
+weights, which `txl_dist.convert` converts, and must have its losses over 8 steps (without dropout).
 
     --sizes wt103        four layers of width 256 with 4 heads, feed-forward 1024, T = M = 128, 8 lanes, and an adaptive
                          softmax over 60,000 words (cutoffs 10k, 20k, 40k, tied, one table), no dropout
             ptb          four layers of width 200 with 4 heads, feed-forward 800, T = M = 64, 32 lanes, 10,000 words
                          (cutoffs 2k, 5k), dropout 0.2
-            quickstart   those of configs/quickstart.toml, a micro-batch; beside peers without its last norm, which they
-                         do not know
-    --switches           instead: the engine's step at the quickstart's sizes (32 lanes, one rank), as it is and with
-                         each setting of `switches`: Muon, averages, scalars ...
-    --against            a commit, or a folder with another checkout: ours as it was, in a process of its own
+            quickstart   the sizes of configs/quickstart.toml, one micro-batch; in comparison with other codes without
+                         the final norm, which they do not have
+    --switches           measure instead the engine's step at the quickstart's sizes (32 lanes, one rank), with its own
+                         settings and with each setting of `switches`: Muon, averages, scalars ...
+    --against            a commit, or a folder with another checkout: its version of our step, in a separate process
 
-    x by min, x by median   how many times faster than the base line: the first of those in the table
-    peak MiB                what the first two steps add to the weights, in a fresh process
-    original, fused Adam    theirs with torch's fused Adam, which ours use: what of the gain is not the optimizer's
-    ours, products alone    the matrix products of our step (see `products`): what the rest of it costs
-    loss error              largest relative distance from the base line's loss over 8 steps, each on its own weights
-    ops, syncs              operations dispatched in a step, and those among them that wait for a GPU
+    x by min, x by median   how many times faster than the baseline, which is the first row of the table
+    peak MiB                memory that the first two steps add to the weights, in a new process
+    original, fused Adam    the original's step with torch's fused Adam, which our step uses; shows the gain without it
+    ours, products alone    the matrix products of our step (see `products`); the rest of the step is the difference
+    loss error              largest relative difference from the baseline's loss over 8 steps, each with its own weights
+    ops, syncs              operations dispatched in a step, and the number of them that wait for a GPU
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonze
 
 
 def sizes_of(name: str, *, tiny: bool, last_norm: bool = True) -> Sizes:
-    """The benchmark's of that name, or something as small as a test wants."""
+    """Return the benchmark's sizes of that name, or sizes that are small enough for a test."""
     if tiny:
         section = _section(2, 32, cutoffs=(100, 200, 400), dropout=0.2 if name == "ptb" else 0.0)
         return Sizes(section, 600, 2, 16, 16)
@@ -96,7 +96,8 @@ def _section(num_layers: int, width: int, *, cutoffs: tuple[int, ...], dropout: 
 
 
 def makers(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, Callable[[], Trainer]]:
-    """How each variant is made; the base line first. All have the weights of the original, where it is given."""
+    """Return a function that builds each variant, the baseline first. All have the original's weights if its folder is
+    given."""
     made: dict[str, Callable[[], Trainer]] = {}
     theirs = PeerTrainer(original(arguments.peer_original), sizes) if arguments.peer_original else None
     weights = theirs.imported().weights if theirs else None
@@ -115,7 +116,7 @@ def makers(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, Callable[[]
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what is dispatched."""
+    """Counts the dispatched operations, and those among them that wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +129,7 @@ class _Counter(TorchDispatchMode):
 
 
 def agreement(trainers: dict[str, Trainer], sizes: Sizes) -> dict[str, dict[str, object]]:
-    """Losses of all over the same segments, and what one more step dispatches."""
+    """Compare the losses of all trainers on the same segments, and count the operations of one more step."""
     segments = list(itertools.islice(zipf_segments(sizes), AGREEING_STEPS + 1))
     losses = {
         name: [float(trainer.step(ids)) for ids in segments[:AGREEING_STEPS]] for name, trainer in trainers.items()
@@ -144,11 +145,11 @@ def agreement(trainers: dict[str, Trainer], sizes: Sizes) -> dict[str, dict[str,
 
 
 class Older:
-    """Ours as it was, in a process of its own; it makes its segments itself."""
+    """Our step at an older commit, in a separate process. The process makes the segments itself."""
 
     def __init__(self, commit: str, sizes: Sizes, *, folder: Path) -> None:
         file = folder / "sizes.json"
-        # What is not asked for is left out: an older section need not know it.
+        # Settings with their default are left out, because an older version may not know them.
         told = sizes._asdict() | {"model": sizes.model.model_dump(mode="json", exclude_defaults=True)}
         file.write_text(json.dumps(told), encoding="utf-8")
         checkout = unpacked(commit, folder, parts=("txl_dist", "tools"))
@@ -162,7 +163,7 @@ class Older:
         self._line()
 
     def step(self) -> float:
-        """Make the next step; its loss."""
+        """Make the next step and return its loss."""
         assert self._process.stdin is not None
         print("step", file=self._process.stdin, flush=True)
         return float(self._line())
@@ -171,7 +172,7 @@ class Older:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the process of --against ended; its message stands above")
+            raise RuntimeError("the process of --against ended. Read its message above.")
         return line
 
 
@@ -180,7 +181,7 @@ def _next_step(step: Callable[[np.ndarray], object], segments: Iterator[np.ndarr
 
 
 def measure_switches(*, rounds: int) -> list[dict[str, object]]:
-    """A row for the quickstart's step, for each switch alone, and for all that go together."""
+    """Return a row for the quickstart's step, for each switch alone, and for the switches of `WHOLE` together."""
     configs = {"adamw": config_with(), **{name: config_with((name,)) for name in SWITCHES}, "whole": config_with(WHOLE)}
     sizes = Sizes.of(configs["adamw"], vocab_size=4_096, num_lanes=configs["adamw"].train.num_lanes)
     given = itertools.cycle(list(itertools.islice(zipf_segments(sizes), 4)))
@@ -194,15 +195,19 @@ def measure_switches(*, rounds: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure all variants, or the switches, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--peer-nvidia", type=Path, metavar="DIR", help="folder `pytorch` of NVIDIA's code")
-    parser.add_argument("--peer-huggingface", action="store_true", help="TransfoXL of the installed transformers")
+    parser.add_argument(
+        "--peer-huggingface", action="store_true", help="compare with TransfoXL of the installed transformers"
+    )
     parser.add_argument("--sizes", choices=("wt103", "ptb", "quickstart"), default="wt103")
-    parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="ours as it was")
-    parser.add_argument("--switches", action="store_true", help="what each of tools/benchmarks/switches.py costs")
-    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
+    parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="also measure our step at this commit")
+    parser.add_argument(
+        "--switches", action="store_true", help="measure the cost of each setting in tools/benchmarks/switches.py"
+    )
+    parser.add_argument("--tiny", action="store_true", help="use a tiny size that takes seconds, to try the program")
     add_measure_options(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

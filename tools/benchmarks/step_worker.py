@@ -1,8 +1,8 @@
-"""Makes training steps when told to, for tools/benchmarks/step.py: by the checkout that is named, with its own tools.
+"""Make training steps on request for tools/benchmarks/step.py, with the code and the tools of a given checkout.
 
-    step_worker.py FOLDER SIZES.json    makes a step for each line of a pipe, and answers with its loss
+    step_worker.py FOLDER SIZES.json    makes a step for each line of standard input, and prints its loss
 
-SIZES has the model's settings and the other fields of `trainers.Sizes`. The segments are those of step.py.
+SIZES.json contains the model's settings and the other fields of `trainers.Sizes`. The segments are those of step.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
     from txl_dist.config.schema import ModelSection
 
-    # A checkout from before tools/ was divided into packages has trainers.py in tools/ itself.
+    # In older checkouts, before tools/ was divided into packages, trainers.py is in tools/ itself.
     is_divided = (folder / "tools/benchmarks").is_dir()
     trainers = importlib.import_module("tools.benchmarks.trainers" if is_divided else "trainers")
     torch.set_num_threads(1)

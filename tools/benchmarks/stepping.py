@@ -1,4 +1,4 @@
-"""A training step as `train.step` makes one, for the benchmarks: of one rank, one micro-batch and no faults."""
+"""A training step for the benchmarks, made as in the training loop: one rank, one micro-batch and no faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from txl_dist.train.stepper import StepResult, reduce_step
 def engine_step(
     engine: ZeroEngine, batch: Batch, memory: Memory, *, normalizer: float, lr: float
 ) -> tuple[Tensor, Memory, StepResult]:
-    """(loss, the memory behind the batch, what was decided), with the weights updated; waits once for the device."""
+    """Make a step with an update of the weights. Return (loss, memory after the batch, the step's result). The host
+    waits for the device once."""
     loss, memory = engine.forward(batch, memory, normalizer=normalizer)
     engine.backward(loss)
     decision = reduce_step(loss.detach(), engine.grad_norm(), skip=False, votes=StepFlags(), world_size=1)

@@ -1,6 +1,6 @@
-"""The settings that issue from what was learned since 2019, by name, and a step of the engine with them.
+"""Settings for improvements that were published after 2019, by name, and a step of the engine with them.
 
-Each is one change of configs/quickstart.toml. `WHOLE` are those that were taken together when the ablation began.
+Each switch is one change of configs/quickstart.toml. `WHOLE` is the combination with which the ablation began.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from txl_dist.train.engine.zero import ZeroEngine
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 SWITCHES: dict[str, dict[str, Any]] = {
-    "muon": {"optim.name": "muon", "optim.muon_momentum": 0.9},  # few steps: a shorter past than by default
+    "muon": {
+        "optim.name": "muon",
+        "optim.muon_momentum": 0.9,
+    },  # the run is short, so the momentum is lower than the default
     "decay": {"optim.weight_decay": 0.1},
     "short_memory": {"train.memory_len": 32},
     "rms": {"model.norm": "rms"},
     "relu2": {"model.activation": "relu2"},
-    "swiglu": {"model.activation": "swiglu", "model.ff_width": 344},  # as many parameters as 512 with two matrices
+    "swiglu": {
+        "model.activation": "swiglu",
+        "model.ff_width": 344,
+    },  # as many parameters as width 512 with two matrices
     "zero_init": {"model.zero_init": True},
     "query_key_norm": {"model.query_key_norm": True},
     "residual_scalars": {"model.residual_scalars": True},
@@ -37,7 +43,8 @@ WHOLE = ("muon", "decay", "short_memory", "zero_init", "value_residual", "wsd")
 
 
 def config_with(names: tuple[str, ...] = (), **more: Any) -> Config:
-    """The quickstart on one rank, in one micro-batch, with these switches; `more` as section__key=value."""
+    """Return the quickstart's settings on one rank in one micro-batch, with these switches. `more` has keys of the form
+    section__key."""
     base = load_config(QUICKSTART)
     values: dict[str, Any] = {"engine.zero_stage": 0, "train.microbatch_lanes": base.train.num_lanes}
     for name in names:
@@ -46,7 +53,7 @@ def config_with(names: tuple[str, ...] = (), **more: Any) -> Config:
 
 
 class EngineStep:
-    """A step as training makes it, from ids to the update."""
+    """A training step from ids to the update of the weights."""
 
     def __init__(self, config: Config, ranks: RankInfo, *, vocab_size: int) -> None:
         plan, train = plan_batch(config.train, world_size=1), config.train
@@ -57,7 +64,7 @@ class EngineStep:
         self.parameters = sum(int(np.prod(shape)) for shape in self._engine.shapes.values())
 
     def __call__(self, ids: np.ndarray) -> Tensor:
-        """On ids [lanes, T + 1]; its loss."""
+        """Make a step on ids [lanes, T + 1] and return its loss."""
         (batch,) = self._maker.microbatches(plain_segment(ids), lanes=len(ids))
         loss, self._memory, _ = engine_step(self._engine, batch, self._memory, normalizer=self._normalizer, lr=self._lr)
         return loss

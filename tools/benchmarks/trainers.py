@@ -1,12 +1,12 @@
-"""Whole training steps of the peers' codes and of ours, of the same size, behind one face: `step(ids) -> loss`.
+"""Whole training steps of the other codes and of ours at the same sizes, with one interface: `step(ids) -> loss`.
 
     trainers = {"original": PeerTrainer(original(folder), sizes), "ours": OurTrainer(sizes, attention="fused")}
 
-A step is forward, loss, backward, clipping to 0.25 and Adam, with the memory kept between steps. The peers are run as
-their train.py runs them: `zero_grad`, the mean of the losses, torch's default Adam; NVIDIA's in fp16 under autocast
-with a GradScaler, but with Adam for its lamb; Hugging Face's as the original's. Ours: `SegmentLoss`, batches as the
-reader thread makes them (here on the training thread), torch's fused Adam; in half precision over fp32 masters, as ZeRO
-keeps them. Distribution is not part of this (see engine.py).
+A step is forward, loss, backward, clipping to 0.25 and Adam. The memory is kept between steps. The other codes run as
+in their train.py, with `zero_grad`, the mean of the losses and torch's default Adam. NVIDIA's code runs in fp16 under
+autocast with a GradScaler, but with Adam instead of its lamb. Hugging Face's code runs like the original's. Our step
+has `SegmentLoss`, torch's fused Adam, and batches as the reader thread makes them, but on the training thread. In half
+precision it keeps fp32 masters as ZeRO does. Distribution is not measured here (see engine.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLIP_NORM, LEARNING_RATE = 0.25, 2.5e-4
 
 
 class Sizes(NamedTuple):
-    """What all variants of a benchmark share."""
+    """Sizes that all variants of a benchmark share."""
 
     model: ModelSection
     vocab_size: int
@@ -50,24 +50,25 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, *, vocab_size: int, num_lanes: int) -> Sizes:
-        """Those of a recipe, with as many lanes as one device runs."""
+        """Return the sizes of a recipe, with the number of lanes (batch rows) that one device runs."""
         return cls(config.model, vocab_size, num_lanes, config.train.segment_len, config.train.memory_len)
 
     @property
     def tokens(self) -> int:
-        """Per step."""
+        """Number of tokens in a step."""
         return self.num_lanes * self.segment_len
 
 
 class Trainer(Protocol):
-    """Something that trains, a segment at a time."""
+    """Interface of a code that trains one segment at a time."""
 
     def step(self, ids: np.ndarray) -> Tensor:
-        """One step on ids [lanes, T + 1]. Returns its mean loss in nats, on the device: it is not waited for."""
+        """Make one step on ids [lanes, T + 1]. Return the mean loss in nats on the device, without waiting for it."""
 
 
 def zipf_segments(sizes: Sizes, *, seed: int = 0) -> Iterator[np.ndarray]:
-    """Endless ids [lanes, T + 1] whose frequency falls with the power -1.2 of their rank, as that of words."""
+    """Yield ids [lanes, T + 1] without end. The frequency of an id is proportional to its rank to the power -1.2, as
+    for words."""
     generator = np.random.default_rng(seed)
     weights = np.arange(1, sizes.vocab_size + 1) ** -1.2
     last = generator.choice(sizes.vocab_size, (sizes.num_lanes, 1), p=weights / weights.sum())
@@ -78,8 +79,8 @@ def zipf_segments(sizes: Sizes, *, seed: int = 0) -> Iterator[np.ndarray]:
 
 
 class PeerTrainer:
-    """The original's code, or with `nvidia` theirs; `half` is autocast to fp16 with loss scaling. `fused` is torch's
-    fused Adam, which ours use, in place of the default one of their train.py."""
+    """The original's code, or NVIDIA's with `nvidia`. `half` is autocast to fp16 with loss scaling. `fused` uses
+    torch's fused Adam, as ours does, instead of the default Adam of their train.py."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class PeerTrainer:
         arguments = peer_arguments(sizes)
         if nvidia:
             arguments["dtype"] = None
-            if not has_projections(sizes.model):  # their code looks for those that are not tied
+            if not has_projections(sizes.model):  # their code reads the entries that are not tied
                 arguments["tie_projs"] = [True] * len(arguments["tie_projs"])
         self.model = peer.model.MemTransformerLM(**arguments)
         _initialize(self.model, sizes.model)
@@ -129,7 +130,7 @@ class PeerTrainer:
         return detached
 
     def begin_as(self, theirs: PeerTrainer) -> PeerTrainer:
-        """Take the weights of a model of the original's code, whose names NVIDIA changed in the softmax."""
+        """Load the weights of the original's model. NVIDIA's code has other names for the softmax."""
         weights = {
             name.replace("crit.out_layers.0.bias", "crit.out_layers_biases.0"): value
             for name, value in theirs.model.state_dict().items()
@@ -139,7 +140,7 @@ class PeerTrainer:
         return self
 
     def imported(self) -> Imported:
-        """Its weights as they are now, as `txl import` reads them."""
+        """Return the current weights in the form in which `txl import` reads them."""
         return model_of(
             {name: value.clone() for name, value in self.model.state_dict().items() if "inv_freq" not in name},
             OriginalSettings.of({}, settings_told(self.sizes), where="the benchmark"),
@@ -150,10 +151,12 @@ class PeerTrainer:
 
 
 class HuggingFaceTrainer:
-    """Hugging Face's TransfoXL in fp32, with our weights, exported: those given, or those that `OurTrainer` draws.
+    """Hugging Face's TransfoXL in fp32 with our exported weights. They are the given weights, or those that
+    `OurTrainer` draws.
 
-    Its own forward with labels trains on T - 1 of T targets. So its two halves are called one after the other, the
-    second with a position that it drops again: all T are trained on, as by the others.
+    The library's forward pass with labels trains on T - 1 of T targets. So the trainer calls its two parts one after
+    the other and gives the second part one more position, which it drops. The trainer then trains on all T targets, as
+    the other trainers do.
     """
 
     def __init__(
@@ -174,14 +177,14 @@ class HuggingFaceTrainer:
             export_huggingface(Path(folder), package)
             exported = load_file(Path(folder, "model.safetensors"))
             config = peer.model.TransfoXLConfig.from_pretrained(folder, local_files_only=True)
-        # The model's own `from_pretrained` would give every layer biases of its own, in place of the shared ones.
+        # The model's own `from_pretrained` would give every layer its own biases instead of the shared biases.
         self.model: Any = peer.model.TransfoXLLMHeadModel(config)
         missing, left_over = self.model.load_state_dict(exported, strict=False)
         assert not left_over, left_over
         assert all(name.startswith("crit.out_") for name in missing), missing  # tied
         self.model.to(device).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
-        # Given none it would attend to zeros in the first segment.
+        # Without a memory the model would attend to zeros in the first segment.
         nothing = torch.zeros(0, sizes.num_lanes, sizes.model.width, device=device)
         self.memory = [nothing] * sizes.model.num_layers
 
@@ -257,13 +260,13 @@ class OurTrainer:
 
 
 def _run_again(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Stands in for a CUDA graph on a CPU, for rehearsals."""
+    """Replace a CUDA graph by running the function again, for rehearsals on a CPU."""
     run()
     return run
 
 
 def settings_told(sizes: Sizes) -> dict[str, Any]:
-    """What weights alone do not tell, under the peers' names."""
+    """Return the settings that weights alone do not contain, by the other codes' names."""
     return {
         "n_head": sizes.model.num_heads,
         "d_head": sizes.model.head_width,
@@ -278,7 +281,7 @@ def settings_told(sizes: Sizes) -> dict[str, Any]:
 
 
 def peer_arguments(sizes: Sizes) -> dict[str, Any]:
-    """Of MemTransformerLM, which both peers have."""
+    """Return the arguments of MemTransformerLM, the model class of the original and of NVIDIA."""
     model, num_clusters = sizes.model, len(sizes.model.cutoffs) + 1
     return {
         "n_token": sizes.vocab_size,
@@ -305,7 +308,7 @@ def peer_arguments(sizes: Sizes) -> dict[str, Any]:
 
 
 def _initialize(module: nn.Module, model: ModelSection) -> None:
-    """As the peers' train.py: normal weights, no biases, norms near one."""
+    """Initialize weights as the other codes' train.py: normal weights, zero biases, and norms near one."""
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, 0.0, model.init_std if "proj" not in name else model.projection_init_std)
