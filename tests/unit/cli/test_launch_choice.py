@@ -17,7 +17,7 @@ WRONG = [
     ("--exclude localhost:x", "'x' are not slot numbers"),
     ("--exclude localhost", "leaves no rank"),
     ("--include localhost:0:1", "'0:1' are not slot numbers"),
-    ("--include=", "--include needs a value"),
+    ("--include=", "--include needs the names of machines"),
     ("--exclude @", "no machine is called ''"),
     ("--include localhost:999", "localhost has no slot 999"),
     ("--hostfile hosts --include node3", "no machine is called 'node3'. Did you mean node1 or node2"),

@@ -65,11 +65,11 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
         (["until=0.5", "until=0.5"], "until=0.5 cannot precede a phase with until=0.5"),
         (["until=0"], "until=0 cannot precede"),
         (["until=1.5"], "until=1.5 cannot precede a phase with until=1"),
-        (["until=0.5 memory_len=-1"], "a memory must be 0 to 16,777,216"),
+        (["until=0.5 memory_len=-1"], "memory_len must be from 0 to 16,777,216"),
         (["until=0.5 num_lanes=1 segment_len=2048"], "needs its own microbatch_lanes"),
         (["until=0.001"], "until=0.001 has no step in a run of 100 steps"),
         (["until=0.25", "until=0.251"], "until=0.251 has no step in a run of 100 steps"),
-        (["until=0.5 memory_len=99999999999"], "a memory must be 0 to 16,777,216"),
+        (["until=0.5 memory_len=99999999999"], "memory_len must be from 0 to 16,777,216"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_stage(stages: list[str], words: str) -> None:

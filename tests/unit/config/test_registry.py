@@ -318,9 +318,9 @@ plugins.register_optimizer("eager", torch.optim.Adagrad, settings=())
     ("name", "reason"),
     [
         ("raising", r"the plugin plugin_j: positions 'raising' failed: AttributeError: .*no_such_.*plugin_j\.py:10\)"),
-        ("nothing", r"Returning\.forward\(4, \.\.\.\) returned NoneType\. It must return .*key_KNH \[4, 2, 8\]"),
-        ("short", r"returned key_KNH \[1, 2, 8\] and bias_KN None\. It must"),
-        ("wide", r"returned key_KNH \[4, 2, 8\] and bias_KN \[4, 3\]\. It must"),
+        ("nothing", r"Returning\.forward\(4, \.\.\.\) returned NoneType\. forward must return .*key_KNH \[4, 2, 8\]"),
+        ("short", r"returned key_KNH \[1, 2, 8\] and bias_KN None\. forward must"),
+        ("wide", r"returned key_KNH \[4, 2, 8\] and bias_KN \[4, 3\]\. forward must"),
     ],
 )
 def test_a_faulty_positional_scheme_is_one_line(name: str, reason: str, write: Callable[[str, str], Path]) -> None:
