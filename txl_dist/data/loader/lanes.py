@@ -244,7 +244,8 @@ class LanePlan:
         self.stripe_len = self.num_tokens // cut.num_lanes
         """Number of tokens that a lane reads in a whole epoch."""
         self.first_stripe_len = int(self._unread_ends[-1]) // cut.num_lanes
-        """Number of tokens that a lane reads in the first epoch of the partition."""
+        """Number of tokens that a lane reads in the first epoch that `cut` divides. This epoch can be partly read
+        already."""
         self._seed = seed
         self._document_tokens = document_tokens
         self._num_cached = num_cached

@@ -160,8 +160,8 @@ class PrepareSettings(Learning):
     def completed(self) -> PrepareSettings:
         """Check the settings, and return a copy with the defaults of the named corpus.
 
-        Without a named corpus, only the tokenizer kind `auto` becomes `bpe`. Settings that the caller changed are kept.
-        Raises ConfigError as `check` does.
+        Without a named corpus, the copy differs in one setting only: the tokenizer kind `auto` becomes `bpe`. Settings
+        that the caller changed are kept. Raises ConfigError as `check` does.
         """
         from txl_dist.data.prepare.datasets import NAMED
 

@@ -6,8 +6,8 @@ the run directory, or the end of the launcher. The end of the launcher counts be
 SIGTERM and leaves its ranks running. DeepSpeed's node launcher also leaves its ranks running when it is killed. So
 every rank watches the launchers among its ancestors. A shell does not count as a launcher.
 
-A thread logs each signal at once. Python calls a signal handler only between two operations of the main thread, and one
-operation of a large step can take minutes.
+A thread logs the first two signals as soon as they arrive. Python calls a signal handler only between two operations of
+the main thread, and one operation of a large step can take minutes.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PreemptionRequests:
 
 
 class _Acknowledgement:
-    """Thread that logs each stop signal when it arrives. The main thread makes and closes it."""
+    """Thread that logs the first two stop signals when they arrive. The main thread makes and closes it."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -135,10 +135,9 @@ class _Acknowledgement:
         self._receiver.close()
 
     def _log_signals(self) -> None:
-        """Log each signal, in the thread.
+        """Log the first two stop signals that arrive, in the thread.
 
-        If signals are repeated, only the first repetition is logged, because a launcher may repeat a signal that the
-        terminal has already sent.
+        Further signals are not logged, because a launcher may repeat a signal that the terminal has already sent.
         """
         num_logged = 0
         while numbers := self._receiver.recv(64):
