@@ -179,7 +179,7 @@ def test_a_source_that_fails_is_one_line(place: Place) -> None:
         ("sqlite:gone.db?pages.body", "OperationalError: unable to open database file"),
     ):
         _, said = place.run("prepare", given, "--out", "other", *TEXT, code=2)
-        assert f"the plugin's source failed: {reason}" in said
+        assert f"the plugin's text source raised an error: {reason}" in said
         assert "Traceback" not in said
     _, said = place.run("prepare", "sqlite:texts.db?pages.body", "--out", "other", code=2)
     assert "no file matches sqlite:texts.db" in said

@@ -135,7 +135,7 @@ def only_tensors(values: Any, *, where: str) -> Weights:
         if first != name and not torch.equal(weights[plain], weight):
             raise CheckpointError(
                 f"{where}: {first} and {name} must be the same tensor, but have different values. Remove "
-                "one of the two from the file."
+                "one of these two tensors from the file."
             )
         weights[plain] = weight
     return weights

@@ -74,8 +74,8 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     network = bundle.model
     if not section.scheme.uses_memory:
         raise ConfigError(
-            f"a model with {section.positions} positions has no memory, but the graphs of this format need a memory. "
-            "Export a bundle."
+            f"a model with {section.positions} positions has no memory, but the ONNX graphs (--format onnx) need a "
+            "memory. Export a bundle."
         )
     remedy = 'Run `pip install "txl_dist[onnx]"`'
     with translate_errors(ConfigError, "--format onnx needs packages", remedy, of=(ImportError,)):
@@ -89,7 +89,8 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
         memory_len = max(memory_len, bundle.segment_len - 1)
     if memory_len == 0:
         raise ConfigError(
-            "these graphs pass a memory from call to call, but the model's memory has 0 tokens. Export a bundle."
+            "the ONNX graphs (--format onnx) pass a memory from call to call, but the model's memory has 0 tokens. "
+            "Export a bundle."
         )
     with new_folder(out, kind=ArtifactKind.ONNX) as folder, _plain_attention(network):
         token_step = Step(network, memory_len=memory_len, num_tokens=1)
@@ -103,7 +104,8 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
         error = largest_difference(folder, bundle, memory_len=memory_len)
         if not error <= TOLERANCE:
             raise CheckpointError(
-                f"log-probabilities of the graphs differ from the bundle's by {error:.3g} nats. Report this defect."
+                f"log-probabilities that the ONNX graphs compute differ from the bundle's by {error:.3g} nats. Report "
+                "this defect."
             )
         content = {
             "format_version": FORMAT_VERSION,

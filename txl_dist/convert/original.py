@@ -283,9 +283,8 @@ def _heads(
         inner = dim_size(peer_weights, "layers.0.dec_attn.q_net.weight", 0, dims=2, where=where)
         if not settings.n_head:
             raise CheckpointError(
-                f"{where}: the weights of absolute attention do not contain the number of heads. Give the number in a "
-                "JSON "
-                'file with --settings: {"n_head": 8, ...}.'
+                f"{where}: the weights of absolute attention do not contain the number of heads. Write the "
+                'number into a JSON file, for instance {"n_head": 8}, and give the path of this file with --settings.'
             )
         return settings.n_head, inner // settings.n_head
     if per_layer:
@@ -315,8 +314,8 @@ def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -
         shape = list(peer_weights[CLUSTERS].shape)
         raise CheckpointError(
             f"{where}: the softmax has several clusters ({CLUSTERS} has shape {shape}), but their cutoffs cannot be "
-            "computed, because all clusters share one table of embeddings. Give the cutoffs in a JSON file with "
-            '--settings: {"cutoffs": [20000, 40000], ...}.'
+            "computed, because all clusters share one table of embeddings. Write the cutoffs into a JSON file, for "
+            'instance {"cutoffs": [20000, 40000]}, and give the path of this file with --settings.'
         )
     return tuple(itertools.accumulate(sizes))[:-1]
 
@@ -393,7 +392,9 @@ def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:
     attributes."""
     state = vars(module)
     if type(module).__name__ != "MemTransformerLM":
-        raise CheckpointError(f"{where} is a pickled {type(module).__name__}, not a MemTransformerLM.")
+        raise CheckpointError(
+            f"{where} is a pickled {type(module).__name__}, not a MemTransformerLM (the original code's model class)."
+        )
     sizes = ["n_token", "n_layer", "n_head", "d_model", "d_head", "d_embed", "tgt_len", "mem_len"]
     choices = ["attn_type", "same_length", "clamp_len", "sample_softmax"]
     settings = {name: state[name] for name in sizes + choices if name in state}

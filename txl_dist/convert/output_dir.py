@@ -73,7 +73,7 @@ def check_reread(reread: Weights, exported: Weights, *, where: Path) -> None:
     different = [name for name, tensor in reread.items() if not torch.equal(tensor, exported[name].float())]
     if different:
         raise CheckpointError(
-            f"{where}: these tensors differ from the exported weights when they are read back: "
+            f"{where}: some tensors were read back from the written files, and differ from the exported weights: "
             f"{', '.join(different[:3])}. Report this defect."
         )
 

@@ -247,7 +247,7 @@ def _load_torch(file: BinaryIO, path: Path) -> Any:
             raise _refusal(path, "TorchScript")
         file.seek(0)
     elif start != LEGACY_START:
-        raise ValueError("its first bytes are not those of a file of torch.save")
+        raise ValueError("the file does not start with the bytes with which files of torch.save start")
     return torch.load(file, "cpu", _restricted_pickle(path), weights_only=False, mmap=False)
 
 

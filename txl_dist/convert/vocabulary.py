@@ -177,7 +177,9 @@ def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
     ranks = fields.get("bpe_ranks")
     added = fields.get("added_tokens_encoder", fields.get("_added_tokens_encoder")) or {}
     if not (isinstance(encoder, dict) and isinstance(ranks, dict) and isinstance(added, dict)):
-        raise DataError(f"{where} holds no byte-level BPE: it lacks encoder or bpe_ranks. {_REMEDY}")
+        raise DataError(
+            f"{where} holds no byte-level BPE: the attribute encoder or bpe_ranks is missing or not a dict. {_REMEDY}"
+        )
     symbols = _in_order({**encoder, **added}, where=where)
     pairs = _in_order(ranks, where=f"{where}, merges")
     symbol_set = set(symbols)

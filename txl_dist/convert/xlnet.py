@@ -114,7 +114,10 @@ def import_xlnet(path: Path, *, user_settings: dict[str, Any]) -> Imported:
         raise CheckpointError(f"{path} has no config.json. Name the folder that save_pretrained wrote.")
     config = read_peer_settings(config_file)
     if config.get("model_type", "xlnet") != "xlnet":
-        raise CheckpointError(f"{config_file} describes a model of type {config['model_type']}, not xlnet.")
+        raise CheckpointError(
+            f"{config_file} describes a model of type {config['model_type']}, not xlnet. Name the folder of an "
+            "XLNet model."
+        )
     settings = XlnetSettings.of(config, user_settings, where=str(config_file))
     if settings.bi_data:
         logger.warning(

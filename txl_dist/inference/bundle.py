@@ -377,9 +377,9 @@ def require_causal(model: ModelSection, *, where: str) -> None:
     """
     if model.any_order:
         raise ConfigError(
-            f"{where} predicts tokens in any order (model.any_order), and this command needs a model that predicts the "
-            "next token. `txl evaluate` scores such a model. `txl export` writes it as a bundle, or for XLNet of "
-            "transformers."
+            f"{where} predicts tokens in any order (model.any_order), but only a model that predicts the next token "
+            "can be used here. A model that predicts in any order can be scored with `txl evaluate`, and exported with "
+            "`txl export` as a bundle or as an XLNet model of transformers."
         )
 
 

@@ -449,7 +449,8 @@ class _WindowRows:
 
     def past_of(self, request: Request) -> CacheState:
         raise ConfigError(
-            f"a model with {self._model.section.positions} positions has no memory. Pass the whole text again."
+            f"a model with {self._model.section.positions} positions has no memory. Pass the whole text in each call, "
+            "and no memory."
         )
 
     @torch.inference_mode()

@@ -289,8 +289,9 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"no room for a memory of {counted(memory_len, 'token')} for {counted(num_rows, 'row')} on this device. "
-            "Choose a shorter memory (--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
+            f"the device ran out of memory for the keys and values of {counted(memory_len, 'token')} in each of "
+            f"{counted(num_rows, 'row')} of the batch. Choose a smaller --memory-len, or a smaller batch "
+            "(--batch-size, --num-lanes)."
         ) from error
 
 
@@ -399,7 +400,7 @@ class FrozenModel:
         if not model.section.scheme.uses_memory:
             raise ConfigError(
                 f"a model with {model.section.positions} positions has no memory, so its keys and values cannot be "
-                f"cached. Run the model on whole segments."
+                f"cached. Run the model on whole segments, without a cache."
             )
         assert not model.training
         self.model = model
@@ -466,7 +467,10 @@ class FrozenModel:
         `same_length` is "memory" and `memory_len` is 0.
         """
         if self._window == 0 and memory_len == 0:
-            raise ConfigError("same_length 'memory' needs a memory. Choose a --memory-len of 1 or more.")
+            raise ConfigError(
+                "with model.same_length=memory each token attends to as many tokens as the memory has, but the memory "
+                "has 0 tokens. Choose a --memory-len of 1 or more."
+            )
         return KVCache(
             self,
             num_rows=num_rows,

@@ -374,14 +374,15 @@ class LanguageModel:
         """Raise ConfigError if a memory belongs to another model, or does not take inputs of this size."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
-                "this memory cannot be used here, because empty_memory of this model did not make it with its current "
-                "weights. Call empty_memory again."
+                "this memory belongs to another model or to earlier weights of this model, or was not made by "
+                "empty_memory. Make a new memory with this model's empty_memory."
             )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
                 f"the inputs have {counted(num_rows, 'row')} of {num_positions} positions, but this memory is for "
                 f"{counted(memory.num_rows, 'row')} of at most "
-                f"{memory.chunk_len} positions per call. Shorten the inputs, or make a larger memory."
+                f"{memory.chunk_len} positions per call. Pass inputs of this size, or make a memory for your "
+                "inputs: empty_memory(num_rows=..., chunk_len=...)."
             )
 
     def _check_documents(
@@ -390,8 +391,8 @@ class LanguageModel:
         """Raise ConfigError if document numbers do not fit the memory and the inputs of `hidden`."""
         if (document_BT is None) != (memory.documents is None):
             raise ConfigError(
-                "document_BT is needed in each call if the memory was made with with_documents=True, and is not "
-                "allowed for another memory."
+                "document_BT does not fit the memory. If the memory was made with with_documents=True, pass "
+                "document_BT in each call. If the memory was made without with_documents, do not pass document_BT."
             )
         if document_BT is None:
             return
@@ -419,7 +420,9 @@ class LanguageModel:
                 why = "was not trained on the first tokens of documents"
             else:
                 why = "has no end-of-text token"
-            raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
+            raise ConfigError(
+                f"the prompt is empty, but this model {why}, and therefore cannot begin a document. Give a prompt."
+            )
         return prompt
 
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
@@ -428,10 +431,14 @@ class LanguageModel:
         Raises ConfigError for a memory of another model, and for a text that cannot be encoded.
         """
         if not isinstance(memory, TextMemory | None):
-            raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make a memory with `memory` or `generate`.")
+            raise ConfigError(
+                f"{memory!r:.200} is not a memory of a text. Pass a result of the method `memory`, or the memory that "
+                "`generate` returns with keep_memory=True."
+            )
         if memory is not None and memory.model != self.fingerprint:
             raise ConfigError(
-                "this memory belongs to another model. Make a memory with this model: call `memory` or `generate`."
+                "this memory belongs to another model. Make a new memory with this model: call the method `memory`, or "
+                "`generate` with keep_memory=True."
             )
         if isinstance(text, str):
             ids = self.encode(text)

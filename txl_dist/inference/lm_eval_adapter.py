@@ -115,7 +115,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         end_of_text = self.lm.tokenizer.end_of_text
         if end_of_text is None or not self.lm.bundle.begins_documents:
             raise ConfigError(
-                "a context of this task is empty, and this model cannot begin a document. Choose another task."
+                "a context of this task is empty, but this model cannot begin a document: the model has no end-of-text "
+                "token, or was not trained on the first tokens of documents. Choose another task."
             )
         return end_of_text
 

@@ -80,8 +80,8 @@ def _byte_level_bpe(folder: Path) -> str:
             raise ValueError(str(error)) from error
     if not set(byte_symbols()) <= ids.keys():
         raise DataError(
-            f"{folder} holds no byte-level BPE: {VOCABULARY} lacks symbols of bytes. Give the tokenizer.json that "
-            "transformers writes with save_pretrained."
+            f"{folder} holds no byte-level BPE: {VOCABULARY} has no symbol for some bytes. Give the tokenizer.json "
+            "that transformers writes with save_pretrained."
         )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
     with translate_errors(DataError, f"{path} is not a vocabulary", "Copy the file again.", of=(OSError, ValueError)):
         values: Any = parse_json(read_bytes(path))
         if not isinstance(values, dict) or not all(type(i) is int and i >= 0 for i in values.values()):
-            raise ValueError("it is not a JSON object that gives an id of 0 or more for each symbol")
+            raise ValueError("the file is not a JSON object that gives an id of 0 or more for each symbol")
         return values
 
 

@@ -53,9 +53,11 @@ class ForeignTokenizer(Tokenizer):
         super().__init__(symbols, end_of_text=end_of_text)
         distinct = set(foreign_ids)
         if sorted(distinct - {ADDED}) != sorted(foreign_symbols) or len(distinct) != len(foreign_ids):
-            raise ValueError("foreign_ids does not contain every id of the other program exactly once")
+            raise ValueError("the list foreign_ids does not contain every id of the other program exactly once")
         if end_of_text < 0 or symbols[end_of_text] not in ENDS_OF_DOCUMENT:
-            raise ValueError(f"id {end_of_text} is not the end of a document ({', '.join(ENDS_OF_DOCUMENT)})")
+            raise ValueError(
+                f"the symbol of id {end_of_text} is not an end-of-text token ({', '.join(ENDS_OF_DOCUMENT)})"
+            )
         self.foreign_ids = np.array(foreign_ids, dtype=np.int32)
         self._our_ids = np.full(max(foreign_symbols) + 1, REFUSED, dtype=np.int32)  # by foreign id
         for i, foreign_id in enumerate(foreign_ids):

@@ -69,5 +69,5 @@ def read_names(path: str | Path) -> tuple[str, ...]:
             continue
         raise DataError(f"{path}, line {number}: the name of id {number - 1} {problem}. {remedy}")
     if len(lines) > MOST_IDS:
-        raise DataError(f"{path} has {len(lines):,} names, but a vocabulary has at most {MOST_IDS:,}.")
+        raise DataError(f"{path} has {len(lines):,} names, but a vocabulary has at most {MOST_IDS:,} names.")
     return tuple(lines)

@@ -93,8 +93,8 @@ def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
     """Build a tokenizer from the values of its file. Raises ValueError or KeyError if the values are inconsistent."""
     if values["kind"] not in KINDS:
         raise UnknownKindError(
-            f"unknown kind {values['kind']!r}. Known kinds are {', '.join(KINDS)}. To read a plugin's kind, add "
-            "--plugins NAME (for training: --run.plugins NAME)"
+            f"unknown kind {values['kind']!r}. Known kinds are {', '.join(KINDS)}. If a plugin adds this "
+            "kind, load the plugin with --plugins NAME (for training: --run.plugins NAME)"
         )
     try:
         return KINDS[values["kind"]].from_values(values)

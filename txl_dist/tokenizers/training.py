@@ -139,7 +139,9 @@ class CountedTexts:
                 self.count += 1
                 yield text.lower() if self._lower_case else text
         if not self.count:
-            raise DataError("there is no text to make a tokenizer from. Check the inputs and the split.")
+            raise DataError(
+                "there is no text to train a tokenizer on. Check the inputs, and which split each input belongs to."
+            )
 
 
 def _number(kind: str, counts: dict[str, int], values: dict[str, Any], *, end_of_text: bool = False) -> Tokenizer:

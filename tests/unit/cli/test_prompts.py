@@ -263,7 +263,7 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
     assert "70000 is not an id of this model's vocabulary, 0 ... 256" in shell.refusal("--tokens", "3", "70000")
     assert "--allowed: 999 is not an id" in shell.refusal("--allowed", "999")
     assert "is not valid UTF-8 (character 1). Pass the prompt as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
-    assert "no room for a memory of 1,000,000,001 tokens" in shell.refusal(
+    assert "keys and values of 1,000,000,001 tokens" in shell.refusal(
         "--memory-len", str(10**12), "--max-tokens", str(10**9)
     )
     full = (

@@ -124,7 +124,7 @@ def test_segment_terms_that_are_zero_are_left_out_and_written_as_zeros(tmp_path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "bert"}, "describes a model of type bert, not xlnet"),
+        ({"model_type": "bert"}, "describes a model of type bert, not xlnet. Name the folder"),
         ({"ff_activation": "gelu_new"}, "ff_activation is 'gelu_new', but txl_dist imports only"),
         ({"n_layer": 4}, r"transformer\.layer\.3\.\S+ is missing"),
         ({"n_layer": 2}, r"transformer\.layer\.2\.\S+ .*surplus"),

@@ -431,7 +431,7 @@ def test_a_model_trained_with_document_masks_begins_documents_but_not_one_of_bef
     assert txl_dist.load(tmp_path / "carry").score("text").shape == (num_tokens,)
     old = txl_dist.load(tmp_path / "mask")
     assert old.score("text").shape == (num_tokens - 1,), "its first tokens were never scored"
-    with pytest.raises(ConfigError, match="cannot begin a document"):
+    with pytest.raises(ConfigError, match="therefore cannot begin a document"):
         old.generate("", max_tokens=2)
 
 

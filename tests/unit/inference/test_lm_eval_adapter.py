@@ -199,7 +199,7 @@ def test_a_model_that_cannot_begin_a_document_says_so(tmp_path: Path) -> None:
 
     old = make(tmp_path / "old", document_mask=True, begins_documents=False)
     model = HarnessModel(txl_dist.load(old.bundle))
-    with pytest.raises(ConfigError, match="cannot begin a document"):
+    with pytest.raises(ConfigError, match="cannot begin a document: the model has no"):
         model.loglikelihood([Asked(("", "abc"))], disable_tqdm=True)
     ((log_p, _),) = model.loglikelihood([Asked(("a", "bc"))], disable_tqdm=True)
     (rolling,) = model.loglikelihood_rolling([Asked(("abc",))])

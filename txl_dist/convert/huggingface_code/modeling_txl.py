@@ -117,7 +117,8 @@ class TxlMemory(Cache):
         self.memory_len = memory_len
         if config.same_length == "memory" and self.memory_len < 1:
             raise ValueError(
-                "same_length 'memory' needs a memory, but the memory has 0 tokens. Choose a memory_len of 1 or more."
+                "with same_length='memory' each token attends to memory_len tokens, but memory_len is 0. Choose a "
+                "memory_len of 1 or more."
             )
         self.num_seen = 0
         self.document_BS = None

@@ -109,7 +109,7 @@ class Shard:
         """
         if zlib.crc32(raw.data) != int(self.crc32s[index]):
             raise DataError(
-                f"{self._place(index)}: the tokens are damaged, because their crc32 differs from the crc32 in the "
+                f"{self._place(index)}: the tokens are damaged. Their crc32 differs from the crc32 in the "
                 f"document's record. {self._payload.remedy}"
             )
         largest = int(raw.view(self._dtype).max())

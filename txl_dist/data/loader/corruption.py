@@ -36,8 +36,9 @@ class CorruptionPolicy:
             return
         if self.num_skipped + count > self._max_skipped:
             raise DataError(
-                f"{error} If this damage were skipped too, this rank would have skipped {self.num_skipped + count} "
-                f"documents, more than data.max_skipped={self._max_skipped}."
+                f"{error} The damage is not skipped, because this rank would then have skipped "
+                f"{self.num_skipped + count} documents in all, more than data.max_skipped={self._max_skipped}. To skip "
+                "the damage, raise data.max_skipped."
             ) from error
         self._skipped.add((shard, document))
         self.num_skipped += count

@@ -226,8 +226,9 @@ class LanePlan:
         self.num_tokens = int(self._shard_tokens.sum())
         if cut.num_lanes > self.num_tokens:
             raise DataError(
-                f"the corpus has {counted(self.num_tokens, 'token')}, fewer than the {counted(cut.num_lanes, 'lane')}. "
-                "Prepare more text or lower train.num_lanes."
+                f"the corpus has only {counted(self.num_tokens, 'token')} for {counted(cut.num_lanes, 'lane')} (rows "
+                "of the batch), but each lane needs at least one token of its own. Prepare more text or lower "
+                "train.num_lanes."
             )
         self.cut = cut
         whole_epoch = ((0, self.num_tokens),)

@@ -99,9 +99,9 @@ class RandomCrops:
         crop."""
         if split.tokens <= segment_len:
             raise ConfigError(
-                f"split {split.name!r} has {counted(split.tokens, 'token')}, but one segment with the target of its "
-                f"last token has {segment_len + 1:,} tokens. Choose a shorter --segment-len, or score a longer split "
-                "(--split, --data)."
+                f"split {split.name!r} has {counted(split.tokens, 'token')}, but at least {segment_len + 1:,} tokens "
+                "are needed: one segment, and the token that follows the segment. Choose a shorter --segment-len, or "
+                "score a longer split (--split, --data)."
             )
         self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
         self.segment_len = segment_len

@@ -302,8 +302,8 @@ class _LaneReader:
         self._tokens = tokens[place.offset : place.offset + place.length]
         if not len(self._tokens):
             raise DataError(
-                f"lane {self._lane}, position {position}: shard {place.shard} changed during the run. "
-                "Start the run again."
+                f"lane {self._lane}, token {position} of the lane: the file of shard {place.shard} changed after the "
+                "command had opened the file. Run the same command again."
             )
         self._start = position
         self._begin = place.begin

@@ -158,8 +158,8 @@ class StreamState:
         if values.get("version") not in READABLE_VERSIONS:
             readable = " and ".join(map(str, READABLE_VERSIONS))
             raise CheckpointError(
-                f"the stream state has version {values.get('version')}, but this version of txl_dist can read only "
-                f"the versions {readable}. Resume with the version of txl_dist that wrote the checkpoint."
+                f"the stream state of the checkpoint has version {values.get('version')}, but this version of txl_dist "
+                f"can read only the versions {readable}. Resume with the version of txl_dist that wrote the checkpoint."
             )
         try:
             corpora = []
@@ -172,7 +172,9 @@ class StreamState:
                 corpora.append(CorpusState(**{**corpus, **ranges}))
             return StreamState(**{**values, "corpora": tuple(corpora), "version": STATE_VERSION})
         except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"the stream state of the checkpoint is damaged: {error}.") from error
+            raise CheckpointError(
+                f"the stream state of the checkpoint is damaged: {error}. Use another checkpoint."
+            ) from error
 
 
 def _text_of(ranges: Ranges) -> str:

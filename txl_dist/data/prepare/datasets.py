@@ -179,8 +179,8 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
             unpacked = ""
         raise DataError(
             f"{origin} is not the corpus {name}: its sha256 is {sha256}, but {corpus.urls[0]} has the sha256 "
-            f"{corpus.sha256}{unpacked}. Download the file again. If the file is another text, give its path as the "
-            f"input instead of {name}."
+            f"{corpus.sha256}{unpacked}. Download the file again. If you want to prepare the file as a text of your "
+            f"own, set the input to the path of the file, not to {name}."
         )
 
 
@@ -209,8 +209,8 @@ def _prove(name: str, member: Member, path: Path) -> None:
         if sha256 != member.sha256:
             raise DataError(
                 f"{path} is not the file of this name in the corpus {name}: its sha256 is {sha256}, not "
-                f"{member.sha256}. Give the archive of {name} instead. If the file is another text, give its path as "
-                f"the input instead of {name}."
+                f"{member.sha256}. Give the archive of {name} instead. If you want to prepare the file as a text of "
+                f"your own, set the input to the path of the file, not to {name}."
             )
     elif member.num_tokens:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -254,8 +254,8 @@ def _tar_members(corpus: NamedCorpus, path: Path) -> Iterator[tuple[Member, IO[b
 
 def _missing(path: Path, names: list[str]) -> DataError:
     return DataError(
-        f"{path} does not contain all files of the corpus ({len(names)} missing, first {names[0]}). Download the "
-        "archive again."
+        f"{path} does not contain all files of the corpus. Number of missing files: {len(names)}, for instance "
+        f"{names[0]}. Download the archive again."
     )
 
 

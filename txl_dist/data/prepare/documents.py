@@ -191,10 +191,11 @@ def check_length(num_bytes: int, where: str) -> None:
     """Raise DataError if a document has 2 GiB or more. `where` is the document's place, for the message."""
     if num_bytes >= LONGEST_RECORD:
         raise DataError(
-            f"{where} contains a document of 2 GiB or more. (The size of a document of token ids is the size of the "
-            "ids' names.) Cut plain text into documents with `--documents line` or `--documents blank_line`. Write "
-            "token ids as rows of a two-dimensional array or as JSON lines. In other inputs, divide the document "
-            "into shorter documents."
+            f"{where} contains a document of 2 GiB or more. (Token ids are first converted to text: each id is "
+            "replaced by its name, and the size is the size of this text.) Cut plain text into documents with "
+            "`--documents line` or `--documents blank_line`. For token ids, write one document per row of a "
+            "two-dimensional array, or one document per JSON line. In other inputs, divide the document into shorter "
+            "documents."
         )
 
 

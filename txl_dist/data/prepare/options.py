@@ -130,7 +130,8 @@ class PrepareSettings(Learning):
             )
         if self.archive and self.name is None:
             raise ConfigError(
-                "--archive replaces the download of a named corpus. Give the name of the corpus as the input."
+                "--archive can be used only with a named corpus, because the archive replaces the download of that "
+                "corpus. Give the name of the corpus as the input, for instance enwik8, or remove --archive."
             )
 
     @property

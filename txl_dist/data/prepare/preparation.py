@@ -348,9 +348,9 @@ def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
         none = " ".join(f"--{split}-fraction 0" for split in wanted)
         raise DataError(
             f"{path} is one document of {MOST_BEGUN // _MIB} MiB or more from an input that can be read only once "
-            "(such as stdin). The end of such a document cannot be held out. Give other text for the splits with "
-            f"{given}, or hold out no text with `{none}`. You can also cut the document with `--documents line` or "
-            "`--documents blank_line`, or save the input as a file."
+            "(such as stdin). The end of such a document cannot be held out for another split. Give other text for "
+            f"the split with {given}, or hold out no text with `{none}`. You can also cut the document with "
+            "`--documents line` or `--documents blank_line`, or save the input as a file and prepare the file."
         )
 
 

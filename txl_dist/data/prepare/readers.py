@@ -176,7 +176,7 @@ def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], 
         head = raw.read(HEAD_BYTES)
         stream = _put_back(head, raw)
     if not head and file.name and is_named_compressed(file.name):
-        raise EOFError("the file is empty, but its name ends like that of a compressed file")
+        raise EOFError("the file is empty, but its name has the ending of a compressed file")
     content = detect_content(head, name=file.name)
     num_layers = 0
     while content.kind in ("gzip", "bzip2", "xz", "zstd"):
@@ -386,15 +386,16 @@ class _DocumentStream(_Stream):
             for number, text in enumerate(source.read(path.partition(":")[2])):
                 if not isinstance(text, str):
                     raise DataError(
-                        f"{path}: document {number + 1} of the plugin's source is a {type(text).__name__}, not a str. "
-                        "Correct the plugin."
+                        f"{path}: document {number + 1} that the plugin's text source returned is a "
+                        f"{type(text).__name__}, not a str. Correct the plugin."
                     )
                 yield text
         except DataError:
             raise
         except Exception as error:
             raise DataError(
-                f"{path}: the plugin's source failed: {in_one_line(error)}. Correct the plugin, or its input."
+                f"{path}: the plugin's text source raised an error: {in_one_line(error)}. Correct the plugin, or the "
+                "input that the plugin reads."
             ) from error
 
     @override

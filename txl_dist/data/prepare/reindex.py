@@ -120,8 +120,8 @@ def reindex_corpus(
         infos = {name: scan.split(name, paths) for name, paths in splits.items()}
         if scan.dtype is None:
             raise DataError(
-                f"the tars in {target} contain no tokens: no member is named KEY.npy. Name the folder whose tars "
-                "contain tokens."
+                f"the tars in {target} contain no tokens: no member is named KEY.npy, where KEY is the name of a "
+                "sample. Name the folder whose tars contain tokens."
             )
         statistics = {"empty_documents_dropped": scan.num_empty, "unended_documents": scan.num_unended}
         filled = {name: info for name, info in infos.items() if info.shards}
@@ -223,7 +223,8 @@ def _open_tokenizer(path: str | Path) -> Tokenizer:
         if has_own_ids and ids[-1] != len(ids) - 1:
             raise DataError(
                 f"the ids of the tokenizer {path} have gaps: its {len(ids)} ids do not run from 0 to {len(ids) - 1}. "
-                "Run `txl prepare` on the text with this tokenizer, which renumbers the ids."
+                "Run `txl prepare` with this tokenizer on the text, not on the tars. `txl prepare` then gives the ids "
+                "new numbers without gaps."
             )
     return tokenizer
 

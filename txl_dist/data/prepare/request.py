@@ -63,7 +63,7 @@ def check_request(request: RequestHashes, target: Path) -> None:
     with translate_errors(DataError, f"the corpus in {target} is damaged", remedy, of=(OSError, ValueError)):
         index = read_json(target / INDEX_NAME)
         if not isinstance(index, dict) or canonical_hash(index) != index.get("self_sha256"):
-            raise ValueError(f"the content of {INDEX_NAME} does not match its hash")
+            raise ValueError(f"the content of {INDEX_NAME} does not match the hash that the file itself contains")
     if "documents_read" not in index.get("statistics", {}):
         raise another_corpus(target, "it was made of tars by --reindex")
     if not request.inputs:

@@ -369,6 +369,7 @@ def _check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
                     "split."
                 )
             raise DataError(
-                f"the split {split} got no document (the split train got {infos[TRAIN].documents}). Give text for the "
-                f"split with `--{split} PATH`, or prepare without the split with `--{split}-fraction 0`."
+                f"the split {split} got no document (number of documents in the split train: "
+                f"{infos[TRAIN].documents}). Give text for the split {split} with `--{split} PATH`, or prepare without "
+                f"this split with `--{split}-fraction 0`."
             )

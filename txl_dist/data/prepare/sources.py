@@ -277,7 +277,7 @@ def _stream_form(given: str, settings: PrepareSettings) -> Form:
             return "jsonl"
         return settings.documents
     if settings.stdin_format == "text":
-        raise ConfigError(f"token ids from {given} must be JSON lines. Set --stdin-format jsonl.")
+        raise ConfigError(f"token ids from the input {given} must be JSON lines. Set --stdin-format jsonl.")
     return "ids"
 
 

@@ -124,16 +124,17 @@ def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> Da
         num_ids = longest.count(" ")
         needed_ids = math.ceil(needed * num_ids / len(longest))
         has = counted(num_ids, "id")
-        least = f"about {needed_ids:,}"
+        least = f"about {needed_ids:,} ids"
     else:
         has = counted(len(longest), "character")
-        least = f"{needed:,}"
+        least = f"{needed:,} characters"
     if split == TRAIN:
         flag = VALID
     else:
         flag = split
     return DataError(
-        f"the split {split} got no document (the inputs contain {count:,} in all). The longest document has {has}, "
-        f"but {least} are needed to hold out the end of a document. Give text for the split {flag} with `--{flag} "
-        f"PATH`, or change `--{flag}-fraction`, or prepare without the split {flag} with `--{flag}-fraction 0`."
+        f"the split {split} got no document. Number of documents in the inputs: {count:,}. The longest document has "
+        f"{has}. The end of a document can be held out only if the document has at least {least}. Give text for the "
+        f"split {flag} with `--{flag} PATH`, or change `--{flag}-fraction`, or prepare without the split {flag} with "
+        f"`--{flag}-fraction 0`."
     )

@@ -163,7 +163,7 @@ class CachedStorage(RemoteStorage):
             if num_bytes != info.bytes:
                 raise OSError(f"{num_bytes} instead of {info.bytes} bytes were received")
             if sha256_of_file(part) != info.sha256:
-                raise DamageError("the file is damaged: its sha256 differs from the index")
+                raise DamageError("the file is damaged: its sha256 differs from the sha256 in the index")
             os.fsync(stream.fileno())
             with self._room_lock():
                 part.replace(path)

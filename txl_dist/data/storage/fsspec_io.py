@@ -63,7 +63,7 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         is_outer = number < len(protocols) - 1
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
-                f"{url}: the scheme {protocol!r} may run programs. These schemes are always allowed: "
+                f"{url}: the scheme {protocol!r} can run programs. These schemes are always allowed: "
                 f"{', '.join(PROTOCOLS)}. If you trust this scheme, add the scheme to --allow-protocols, or to "
                 "data.allow_protocols in a configuration."
             )

@@ -33,7 +33,9 @@ class LocalStorage(Storage):
         with translate_errors(DataError, f"cannot read {self.folder / file}", REMEDY):
             content = read_bytes(self._path(file), max_bytes=MAX_FILE_BYTES)
         if sha256 and hashlib.sha256(content).hexdigest() != sha256:
-            raise DataError(f"{self.folder / file} is damaged: its sha256 differs from the index. {REMEDY}")
+            raise DataError(
+                f"{self.folder / file} is damaged: its sha256 differs from the sha256 in the index. {REMEDY}"
+            )
         return content
 
     def open_payload(self, info: ShardInfo) -> Payload:

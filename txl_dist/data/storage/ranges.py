@@ -111,14 +111,15 @@ class RangePayload(Payload):
         if len(content) < num_bytes:
             raise OSError(f"only {len(content)} of {num_bytes} bytes were received")
         if crc32 is not None and zlib.crc32(content) != crc32:
-            raise DamageError("the bytes are damaged: their crc32 differs from the record")
+            raise DamageError("the bytes are damaged: their crc32 differs from the crc32 in the document's record")
         return content
 
     def _check_is_range(self, content: bytes, num_bytes: int) -> None:
         if len(content) > num_bytes:
             raise DataError(
                 f"{self._name}: the server ignored the byte range of the request, and sent {len(content)} bytes "
-                f"instead of {num_bytes}. Set data.cache_dir to fetch whole shards, which needs no byte ranges."
+                f"instead of {num_bytes}. Set data.cache_dir to a local folder. txl_dist then downloads whole "
+                "shards into this folder, and requests no byte ranges."
             )
 
 

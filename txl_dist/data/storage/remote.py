@@ -161,7 +161,7 @@ class RemoteStorage(Storage):
                 self._origin.download(file, path)
                 content = path.read_bytes()
                 if sha256 and hashlib.sha256(content).hexdigest() != sha256:
-                    raise DamageError("the file is damaged: its sha256 differs from the index")
+                    raise DamageError("the file is damaged: its sha256 differs from the sha256 in the index")
                 return content
 
             return retrying(fetch, what=self.name_of(file), retries=self._retries)

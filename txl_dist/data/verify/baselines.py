@@ -41,8 +41,8 @@ def order0_and_bigram(
     """
     if min(len(train_ids), len(valid_ids)) < 2:
         raise DataError(
-            f"baselines need two tokens or more in each split, but there are {len(train_ids)} training and "
-            f"{len(valid_ids)} validation tokens."
+            "the order 0 and bigram baselines need at least two tokens in the train split and in the split that is "
+            f"scored, but there are {len(train_ids)} training tokens and {len(valid_ids)} tokens to score."
         )
     # p(b) of each validation target.
     unigrams = np.bincount(train_ids, minlength=vocab_size)

@@ -158,8 +158,8 @@ def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] =
         seen.add(key)
         if not tokens_arrays:
             raise DataError(
-                f"{name}, sample {key}: {arrays[0].member} has no tokens {key}.npy next to it. Write the two "
-                "members of a sample one after the other."
+                f"{name}, sample {key}: the tokens {key}.npy do not stand directly before or after "
+                f"{arrays[0].member} in the tar. Write these two members one directly after the other."
             )
         tokens = tokens_arrays[0].values
         offset = tokens_arrays[0].offset
@@ -281,12 +281,12 @@ def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bo
         raise DataError(f"{where} has the shape {shape}{order}. Write the ids of a sample as one 1-D array.")
     if is_starts:
         is_type_right = dtype.kind in "iu"
-        wanted = "starts as uint32"
+        wanted = "the starts of the documents as uint32"
     else:
         is_type_right = dtype in TOKEN_DTYPES
-        wanted = "ids as little-endian uint16 (`ids.astype('<u2')`) or uint32"
+        wanted = "the ids as little-endian uint16 (`ids.astype('<u2')`) or uint32"
     if not is_type_right:
-        raise DataError(f"{where} has the type {dtype.str}, which is not allowed here. Write {wanted}.")
+        raise DataError(f"{where} contains an array of type {dtype.str}. Write {wanted}.")
     offset = stream.tell()
     content = stream.read(member.offset_data + member.size - offset)
     if shape[0] * dtype.itemsize != len(content):

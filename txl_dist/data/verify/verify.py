@@ -152,9 +152,12 @@ def _check_tokenizer(corpus: Corpus) -> None:
     name = corpus.storage.name_of(TOKENIZER_NAME)
     content = corpus.storage.read(TOKENIZER_NAME)
     if hashlib.sha256(content).hexdigest() != corpus.tokenizer_sha256:
-        raise DataError(f"{name} is damaged or not the tokenizer that made this corpus. {REMEDY}")
+        raise DataError(f"{name} is damaged, or is not the tokenizer that made this corpus. {REMEDY}")
     if corpus.tokenizer.vocab_size != corpus.vocab_size:
-        raise DataError(f"{name} does not have {corpus.vocab_size} ids, the vocab_size that the index says. {REMEDY}")
+        raise DataError(
+            f"{name} must have {corpus.vocab_size} ids (vocab_size in the index), but has another number of ids. "
+            f"{REMEDY}"
+        )
 
 
 def _check_counts(split: Split) -> None:
@@ -162,7 +165,7 @@ def _check_counts(split: Split) -> None:
     num_counted = int(split.counts().sum())
     if num_counted != split.tokens:
         name = split.corpus.storage.name_of(counts_name(split.name))
-        raise DataError(f"{name}: the counts do not add up to the {split.tokens} tokens of the split. {REMEDY}")
+        raise DataError(f"{name}: the sum of the counts is not the split's number of tokens, {split.tokens}. {REMEDY}")
 
 
 class _ShardTask(NamedTuple):
@@ -251,7 +254,10 @@ class _ShardCheck:
         first, last = offsets.searchsorted([sample.offset, sample_end]).tolist()
         starts = sample.offset + sample.starts * sample.tokens.itemsize
         if sample.tokens.dtype != self._dtype or not np.array_equal(offsets[first:last], starts):
-            raise DataError(f"{self._shard.name}, sample {sample.key}: its documents differ from the records. {REMEDY}")
+            raise DataError(
+                f"{self._shard.name}, sample {sample.key}: the documents of this sample differ from the records in the "
+                f"shard's .idx file. {REMEDY}"
+            )
         self._is_checked[first:last] = True
         is_in_vocabulary = sample.tokens.max(initial=0) < self._vocab_size
         raw = sample.tokens.view(np.uint8)

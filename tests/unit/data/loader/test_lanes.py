@@ -98,7 +98,7 @@ def test_ranks_share_the_lanes_without_gap_or_overlap() -> None:
 
 
 def test_more_lanes_than_tokens_are_refused() -> None:
-    with pytest.raises(DataError, match=f"{NUM_TOKENS} tokens, fewer than the {NUM_TOKENS + 1} lanes"):
+    with pytest.raises(DataError, match=f"only {NUM_TOKENS} tokens for {NUM_TOKENS + 1} lanes"):
         make_plan(NUM_TOKENS + 1)
 
 

@@ -158,7 +158,7 @@ def test_a_state_of_another_version_or_form_is_refused() -> None:
 
 def test_too_few_tokens_for_the_lanes_are_refused(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path, texts=["ab", "c"], valid_fraction=0.0)
-    with pytest.raises(DataError, match="5 tokens, fewer than the 8 lanes"):
+    with pytest.raises(DataError, match="only 5 tokens for 8 lanes"):
         stream(corpus)
 
 

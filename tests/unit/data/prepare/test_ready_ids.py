@@ -228,7 +228,7 @@ def test_a_document_whose_names_are_too_long_is_refused_with_the_remedy(
         np.save(tmp_path / name, ids[1] if name == "one.npy" else ids)
     monkeypatch.setattr(documents, "LONGEST_RECORD", 30_000)
     where = {"one.npy": name, "rows.npy": f"{name}, row 2", "lists.jsonl": f"{name}, line 2"}[name]
-    message = f"{where} contains a document of 2 GiB or more.*ids as rows of a two-dimensional array or as JSON lines"
+    message = f"{where} contains a document of 2 GiB or more.*one document per row of a two-dimensional array"
     assert_refused(tmp_path, names, tmp_path / name, message, valid_fraction=0.0)
     monkeypatch.setattr(documents, "LONGEST_RECORD", 30_001)
     assert prepared(tmp_path, names, tmp_path / name, valid_fraction=0.0).splits["train"].longest == 10_001

@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "a pickle": ([GOOD, ("b.npy", npy([{}], "O"))], r"b\.npy has the type \|O"),
     "signed ids": (
         [("b.npy", npy([0], "<i8"))],
-        r"b\.npy has the type <i8, which is not allowed here\. Write ids as little-endian uint16",
+        r"b\.npy contains an array of type <i8\. Write the ids as little-endian uint16",
     ),
     "big-endian ids": ([("b.npy", npy([0], ">u2"))], r"b\.npy has the type >u2"),
     "floats": ([("b.npy", npy([0], "<f4"))], r"b\.npy has the type <f4"),
@@ -156,7 +156,10 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "no npy": ([GOOD, ("b.npy", b"abc")], r"b\.npy is damaged: its npy header"),
     "a header of Python": ([("b.npy", TOO_DEEP)], r"b\.npy is damaged: its npy header"),
     "values missing": ([GOOD, ("b.npy", npy([0, 1])[:-2])], r"b\.npy is damaged or cut: .* says 2 values"),
-    "starts alone": ([GOOD, ("b.docs.npy", npy([0], "<u4"))], r"b\.docs\.npy has no tokens b\.npy next to it"),
+    "starts alone": (
+        [GOOD, ("b.docs.npy", npy([0], "<u4"))],
+        r"tokens b\.npy do not stand directly before or after b\.docs\.npy",
+    ),
     "starts that fall": ([("b.docs.npy", npy([0, 2, 1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* must ascend"),
     "starts too large": ([("b.docs.npy", npy([0, 4], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* must ascend"),
     "starts behind 0": ([("b.docs.npy", npy([1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* must ascend"),

@@ -157,9 +157,7 @@ def test_an_endless_document_with_a_given_tokenizer_is_refused_once_what_is_kept
     tmp_path: Path, tokenizer: Path
 ) -> None:
     settings: dict[str, Any] = {"tokenizer_path": tokenizer, "allow_protocols": ("pipe",)}
-    remedy = (
-        r"64 MiB or more.* `--valid PATH`.* `--valid-fraction 0`.* `--documents line`.* or save the input as a file\."
-    )
+    remedy = r"64 MiB or more.* `--valid PATH`.* `--valid-fraction 0`.* `--documents line`.* or save the input as a file and prepare"
     with pytest.raises(DataError, match=rf"^pipe:echo .* is one document.*{remedy}"):
         prepare_corpus(tmp_path / "out", inputs=[f"pipe:echo $$ > {tmp_path}/pid; yes"], **settings)
     with pytest.raises(ProcessLookupError):

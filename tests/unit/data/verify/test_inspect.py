@@ -131,7 +131,7 @@ def test_a_damaged_document_is_shown_as_damaged_beside_the_others(
     offset = int(corpus.split("train").open_shard(1).offsets[2])
     flip_bit(corpus.folder / "train-000001.tar", offset=offset)
     lines = inspect(corpus, "--shard", "train-000001", capsys=capsys).splitlines()
-    damaged = [line for line in lines if "damaged, because their crc32 differs" in line]
+    damaged = [line for line in lines if "damaged. Their crc32 differs" in line]
     assert [line.split()[0] for line in damaged] == ["2"]
     assert "document 2 (sample" in refused(corpus, "--shard", "train-000001", "--document", 2, capsys=capsys)
 

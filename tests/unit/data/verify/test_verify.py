@@ -110,7 +110,7 @@ def test_a_split_that_is_not_the_sum_of_its_shards_is_named(corpus: Corpus) -> N
     corpus.splits["train"].tokens += 1
     problems = problems_of(corpus)
     assert any("the sizes of split train are not the sums over its shards" in problem for problem in problems)
-    assert any("train-counts.npy: the counts do not add up to the" in problem for problem in problems)
+    assert any("train-counts.npy: the sum of the counts is not" in problem for problem in problems)
 
 
 def test_ids_beyond_the_vocabulary_are_named_though_every_hash_agrees(corpus: Corpus) -> None:
