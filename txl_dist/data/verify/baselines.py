@@ -42,7 +42,7 @@ def order0_and_bigram(
     if min(len(train_ids), len(valid_ids)) < 2:
         raise DataError(
             "the order 0 and bigram baselines need at least two tokens in the train split and in the split that is "
-            f"scored, but there are {len(train_ids)} training tokens and {len(valid_ids)} tokens to score."
+            f"scored. Tokens in the train split: {len(train_ids)}. Tokens in the scored split: {len(valid_ids)}."
         )
     # p(b) of each validation target.
     unigrams = np.bincount(train_ids, minlength=vocab_size)

@@ -139,13 +139,13 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "a hard link": ([GOOD, (link(tarfile.LNKTYPE), b"")], r"'b\.npy': it is a link"),
     "a device": ([GOOD, (link(tarfile.CHRTYPE), b"")], r"'b\.npy': it is not a file"),
     "a pipe": ([GOOD, (link(tarfile.FIFOTYPE), b"")], r"'b\.npy': it is not a file"),
-    "a pickle": ([GOOD, ("b.npy", npy([{}], "O"))], r"b\.npy has the type \|O"),
+    "a pickle": ([GOOD, ("b.npy", npy([{}], "O"))], r"b\.npy contains an array of type \|O"),
     "signed ids": (
         [("b.npy", npy([0], "<i8"))],
         r"b\.npy contains an array of type <i8\. Write the ids as little-endian uint16",
     ),
-    "big-endian ids": ([("b.npy", npy([0], ">u2"))], r"b\.npy has the type >u2"),
-    "floats": ([("b.npy", npy([0], "<f4"))], r"b\.npy has the type <f4"),
+    "big-endian ids": ([("b.npy", npy([0], ">u2"))], r"b\.npy contains an array of type >u2"),
+    "floats": ([("b.npy", npy([0], "<f4"))], r"b\.npy contains an array of type <f4"),
     "two dimensions": ([("b.npy", npy([[0, 1], [1, 0]]))], r"b\.npy has the shape \(2, 2\)"),
     "Fortran order": ([("b.npy", npy([[0, 1], [1, 0]], order="F"))], r"shape \(2, 2\) in Fortran order"),
     "two types": (
@@ -189,7 +189,7 @@ def test_nothing_in_a_tar_is_unpickled(tmp_path: Path, tokenizer: Path) -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.array([Trap()], dtype=object), allow_pickle=True)
     write_tar(tmp_path / "tars" / "a.tar", [GOOD, ("b.npy", buffer.getvalue()), ("c.pkl", buffer.getvalue())])
-    with pytest.raises(DataError, match="has the type"):
+    with pytest.raises(DataError, match="contains an array of type"):
         reindex_corpus(tmp_path / "tars", tokenizer_path=tokenizer)
     assert not (tmp_path / "executed").exists()
 

@@ -157,7 +157,9 @@ def test_an_endless_document_with_a_given_tokenizer_is_refused_once_what_is_kept
     tmp_path: Path, tokenizer: Path
 ) -> None:
     settings: dict[str, Any] = {"tokenizer_path": tokenizer, "allow_protocols": ("pipe",)}
-    remedy = r"64 MiB or more.* `--valid PATH`.* `--valid-fraction 0`.* `--documents line`.* or save the input as a file and prepare"
+    remedy = (
+        r"64 MiB or more.* `--valid PATH`.* `--valid-fraction 0`.* `--documents line`.* or save the input as a file and"
+    )
     with pytest.raises(DataError, match=rf"^pipe:echo .* is one document.*{remedy}"):
         prepare_corpus(tmp_path / "out", inputs=[f"pipe:echo $$ > {tmp_path}/pid; yes"], **settings)
     with pytest.raises(ProcessLookupError):
@@ -310,13 +312,15 @@ def test_a_text_too_small_to_cut_is_refused_before_a_tokenizer_is_learnt_and_say
     (tmp_path / "a.txt").write_text("a" * (20 * SHORTEST_TAIL - 1))
     for fraction, flag, needed in ((0.05, "valid", "2,000"), (0.02, "valid", "5,000")):
         with pytest.raises(
-            DataError, match=rf"1,999 characters.* {needed} are needed.*{flag} PATH.*--{flag}-fraction 0`"
+            DataError,
+            match=rf"1,999 characters.* only if the document has at least {needed} characters.*{flag} PATH.*--{flag}-fraction 0`",
         ):
             prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], valid_fraction=fraction)
     for name in "cd":
         (tmp_path / f"{name}.txt").write_text("one line\n")
     with pytest.raises(
-        DataError, match=r"contain 2 in all\).* 9 characters.* 2,000 are .*--valid PATH.*--valid-fraction 0`"
+        DataError,
+        match=r"documents in the inputs: 2\..* 9 characters.* 2,000 characters.*--valid PATH.*--valid-fraction 0`",
     ):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "c.txt", tmp_path / "d.txt"])
     (tmp_path / "b.txt").write_text("\n" * 5_000)
