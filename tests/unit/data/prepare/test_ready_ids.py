@@ -243,7 +243,7 @@ def test_files_without_ids_are_named(tmp_path: Path, names: Path, settings: dict
 
 def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_path: Path, names: Path) -> None:
     (tmp_path / "short.jsonl").write_text("[1, 1, 1, 1, 1]\n")  # names of eight characters, and their blanks
-    message = "The longest document has 5 ids. The end of a document can be held out only if the document has at least about 223 ids."
+    message = "The longest document has 5 ids. .* only if the document has at least about 223 ids."
     assert_refused(tmp_path, names, tmp_path / "short.jsonl", message)
 
 

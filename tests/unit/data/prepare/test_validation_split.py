@@ -313,7 +313,7 @@ def test_a_text_too_small_to_cut_is_refused_before_a_tokenizer_is_learnt_and_say
     for fraction, flag, needed in ((0.05, "valid", "2,000"), (0.02, "valid", "5,000")):
         with pytest.raises(
             DataError,
-            match=rf"1,999 characters.* only if the document has at least {needed} characters.*{flag} PATH.*--{flag}-fraction 0`",
+            match=rf"1,999 characters.* document has at least {needed} characters.*{flag} PATH.*--{flag}-fraction 0`",
         ):
             prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], valid_fraction=fraction)
     for name in "cd":
