@@ -302,7 +302,9 @@ def test_a_callback_that_is_missing_or_new_at_a_resume_is_one_line(place: Path, 
     left = [line for line in log if "callback Recorder" in line]
     assert len(left) == 2
     assert "the checkpoint of step 2 has a state of this callback, but the run does not use the callback" in left[0]
-    assert "the checkpoint of step 4 has no state of this callback. It starts without a saved state" in left[1]
+    assert (
+        "the checkpoint of step 4 has no state of this callback. The callback starts without a saved state" in left[1]
+    )
     assert said(tmp_path)[-1].startswith("end 6 done train.max_steps 2 ")
 
 

@@ -315,8 +315,8 @@ class Callbacks:
         if get_rank() == 0:
             for name in sorted(known.keys() - states.keys()):
                 logger.warning(
-                    "callback %s: the checkpoint of step %d has no state of this callback. It starts without a saved "
-                    "state",
+                    "callback %s: the checkpoint of step %d has no state of this callback. The callback starts "
+                    "without a saved state",
                     name,
                     step,
                 )

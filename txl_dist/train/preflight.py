@@ -200,7 +200,7 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
     metrics = config.metrics
     for key in ("entity", "name", "group", "tags", "id"):
         if getattr(metrics, f"wandb_{key}") and not metrics.wandb:
-            warnings.append(f"metrics.wandb_{key} has no effect without metrics.wandb, the project")
+            warnings.append(f"metrics.wandb_{key} has no effect without metrics.wandb (the name of the project)")
     if config.optim.schedule == "constant" and config.optim.min_lr:
         warnings.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:
@@ -225,7 +225,7 @@ def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, step_le
             continue
         warnings.append(
             f"split {split.name!r} of {split.corpus.location} has {split.tokens:,} tokens. A step reads "
-            f"{counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x {step_len}), which is "
+            f"{counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x {step_len} tokens), which is "
             f"{100 * per_step / split.tokens:.3g} % of the split. By step {last_step:,} the split will have been read "
             f"{epochs:,.0f} times. A model memorizes a text that is this small for the run. Lower train.num_lanes, "
             "train.segment_len or train.max_steps, or prepare more text"

@@ -256,7 +256,7 @@ class CheckpointManager:
             how = f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
         warn_for_all(
             "the last step, %d, is not saved yet: the run tries again for up to %s. To end the run earlier, use "
-            "%s. The run then tries once more. If that fails, the same command %s.",
+            "%s. The run then tries once more. If the last attempt fails, the same command %s.",
             step,
             limit,
             how,

@@ -225,8 +225,8 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     now = context.ranks.world_size
     if before != now:
         remarks.append(
-            f"resuming a checkpoint of {counted(before, 'rank')} on {counted(now, 'rank')}: results are equal up to "
-            "rounding"
+            f"resuming a checkpoint of {counted(before, 'rank')} on {counted(now, 'rank')}: results are equal "
+            f"to those on {counted(before, 'rank')} up to rounding"
         )
     return remarks
 

@@ -90,7 +90,8 @@ class GraphedModule(nn.Module):
         if not is_known and (self._is_full or len(self._graphs) >= MAX_GRAPHS):
             if not self._is_full:
                 logger.warning(
-                    "engine.cuda_graph: micro-batches have more than %d shapes. New shapes run without a CUDA graph",
+                    "engine.cuda_graph: micro-batches have more than %d shapes. Micro-batches of other shapes run "
+                    "without a CUDA graph",
                     MAX_GRAPHS,
                 )
             self._is_full = True
@@ -105,7 +106,10 @@ class GraphedModule(nn.Module):
                 if not _ran_out_of_memory(error):
                     raise
                 self._is_full = True
-                logger.warning("engine.cuda_graph: no memory for another graph. New shapes run without a CUDA graph")
+                logger.warning(
+                    "engine.cuda_graph: GPU memory has no room for another CUDA graph. Micro-batches of other shapes "
+                    "run without a CUDA graph"
+                )
         if key not in self._graphs:  # after the handler, whose error keeps the recording's tensors alive
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -98,7 +98,7 @@ class MetricReporter:
                 self._num_lost[index] += 1
                 if self._num_lost[index] == 1:
                     logger.warning(
-                        "metrics: the logger %s cannot write, and loses records until it can: %s",
+                        "metrics: the logger %s cannot write. Records are lost until the logger can write again: %s",
                         type(sink).__name__,
                         error,
                     )

@@ -194,7 +194,7 @@ def test_text_that_is_read_more_than_twenty_times_or_in_a_few_steps_is_said_at_t
     assert re.search(r"By step 430 the split will have been read 2[12] times\.", often)
     (large,) = remarks(segment_len=3 * segment_len)
     share = f"{1200 * segment_len / split.tokens:.3g} % of the split"
-    assert f"A step reads {12 * segment_len:,} tokens (4 lanes x {3 * segment_len}), which is {share}" in large
+    assert f"A step reads {12 * segment_len:,} tokens (4 lanes x {3 * segment_len} tokens), which is {share}" in large
     assert f"has {split.tokens:,} tokens" in large
 
 

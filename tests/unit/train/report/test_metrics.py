@@ -269,7 +269,7 @@ def test_a_sink_that_cannot_write_warns_once_tries_on_and_says_when_it_works_aga
         report.close()
     warnings = [message for level, message in lines if level == "WARNING"]
     assert len(warnings) == 2
-    assert "JsonLines cannot write, and loses records until it can: [Errno 28]" in warnings[0]
+    assert "JsonLines cannot write. Records are lost until the logger can write again: [Errno 28]" in warnings[0]
     assert "JsonLines can write again. It has lost 3 records" in warnings[1]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [40, 50]
     assert [message[:9] for level, message in lines if level == "INFO"] == [
