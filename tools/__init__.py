@@ -1,1 +1,2 @@
-"""Programs around the package, run from the checkout's root: `python -m tools.benchmarks.step --help`."""
+"""Programs for the development of the package, run from the checkout's root: `python -m tools.benchmarks.step
+--help`."""

@@ -1,1 +1,1 @@
-"""Programs that measure and guard the code base itself: counts, prose, names, moves."""
+"""Programs that measure and check the code base itself: sizes, prose, names, moved code and generated pages."""

@@ -1,13 +1,14 @@
-"""Count the code of the package: files, lines, and density, the syntax nodes per line.
+"""Count the code of the package: files, lines, and density (syntax nodes per line).
 
     python -m tools.checks.count_code                    # this checkout, a line per package
     python -m tools.checks.count_code FILE ...           # these files, a line per file
-    python -m tools.checks.count_code --root CHECKOUT    # another one
+    python -m tools.checks.count_code --root CHECKOUT    # another checkout
     python -m tools.checks.count_code --files 20         # also the 20 densest files
     python -m tools.checks.count_code --package olmo_core --root CHECKOUT/src   # another project's package
 
-A line counts once if any part of it is code: no docstring, comment, blank line or import. Syntax nodes are those that
-`ast.walk` yields, without imports, docstrings and the contexts of names (`ast.Load`, `ast.Store`, `ast.Del`).
+A line counts if a part of it is code. Docstrings, comments, blank lines and imports are not code. Syntax nodes are
+those that `ast.walk` yields, without imports, docstrings and the contexts of names (`ast.Load`, `ast.Store`,
+`ast.Del`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Size(NamedTuple):
 
 
 def code_lines(source: str) -> int:
-    """Count the lines of a file that hold code."""
+    """Count the lines of a file that contain code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -76,7 +77,7 @@ def _walk_code(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def size_of(path: Path) -> Size:
-    """Measure one file."""
+    """Count the lines and the syntax nodes of one file."""
     source = path.read_text(encoding="utf-8")
     return Size(1, code_lines(source), syntax_nodes(source))
 
@@ -91,7 +92,8 @@ def total(sizes: list[Size]) -> Size:
 
 
 def sizes_by_package(root: Path, package: str = PACKAGE) -> dict[str, dict[Path, Size]]:
-    """Measure every file, grouped by the folder at the top of the package; `top` has those of no folder."""
+    """Count every file, grouped by the folder at the top of the package. The group `top` contains the files outside
+    these folders."""
     groups: dict[str, dict[Path, Size]] = {}
     for path in sorted((root / package).rglob("*.py")):
         inside = path.relative_to(root / package)
@@ -105,7 +107,7 @@ def _line(name: str, size: Size, *, width: int = 14) -> str:
 
 
 def _print_files(paths: list[Path]) -> None:
-    """Print a line per file, and the sum."""
+    """Print a line per file, and the sum of all files."""
     sizes = [size_of(path) for path in paths]
     width = max(len(str(path)) for path in paths) + 1
     for path, size in zip(paths, sizes, strict=True):
@@ -118,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", type=Path, nargs="*", metavar="FILE", help="count these files instead of the package")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to count")
-    parser.add_argument("--package", default=PACKAGE, help="folder in it")
+    parser.add_argument("--package", default=PACKAGE, help="name of the package's folder in the checkout")
     parser.add_argument("--files", type=int, default=0, metavar="N", help="also print the N densest files")
     options = parser.parse_args()
     if options.paths:

@@ -1,10 +1,10 @@
-"""Draw names and places of the code base at random, for a reader who judges whether they can be understood.
+"""Choose names and places of the code base at random, for a reader who judges whether they are easy to understand.
 
     python -m tools.checks.draw --seed "$(git rev-parse HEAD)" > draw.md
 
-It prints 40 public functions and classes, with nothing but signature and docstring, and 60 places: paragraphs of docs
-and README, docstrings, and error messages, 20 each. The signature of a class is the arguments of `__init__`, or its
-fields. The same seed draws the same names and places from the same tree.
+The program prints 40 public functions and classes, each with its signature and docstring only. It also prints 60
+places: 20 paragraphs of docs and README, 20 docstrings and 20 error messages. The signature of a class is the arguments
+of `__init__`, or its fields. The same seed chooses the same names and places from the same tree.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tools.checks.sources import PACKAGE, ROOT, Definition, package_files, parse
 NUM_NAMES = 40
 NUM_PLACES = 60
 FEWEST_WORDS = 6
-"""Words of a paragraph or a message that is worth a question."""
+"""Number of words that a paragraph or a message needs at least to be chosen."""
 
 
 def drawn(items: Sequence[str], number: int, *, seed: str) -> list[str]:
-    """Draw items without repetition, by a hash, so that the draw does not depend on a version of Python."""
+    """Choose items without repetition. The choice depends on a hash, so it is the same in every version of Python."""
 
     def key(item: str) -> bytes:
         return hashlib.sha256(f"{seed}\0{item}".encode()).digest()
@@ -35,7 +35,7 @@ def drawn(items: Sequence[str], number: int, *, seed: str) -> list[str]:
 
 
 def public_names(root: Path) -> list[str]:
-    """Every public function, class and method that has a docstring: its place, signature and docstring."""
+    """Return every public function, class and method with a docstring: its file, signature and docstring."""
     found = []
     for path in package_files(root):
         file = path.relative_to(root / PACKAGE).as_posix()
@@ -62,7 +62,7 @@ def _described(node: Definition, file: str, name: str) -> list[str]:
 
 
 def _arguments_of(node: ast.ClassDef) -> str:
-    """Return what a class is made from: the arguments of `__init__`, else the annotated fields of its body."""
+    """Return the arguments of a class: those of `__init__`, or the annotated fields of its body."""
     fields = []
     for inner in node.body:
         if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
@@ -73,7 +73,7 @@ def _arguments_of(node: ast.ClassDef) -> str:
 
 
 def paragraphs(root: Path) -> list[str]:
-    """Every paragraph of prose in docs and README, with the page's name and the heading above it."""
+    """Return every paragraph of prose in docs and README, with the page's name and the heading above it."""
     found = []
     for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
         for heading, content in _parts_of(page.read_text(encoding="utf-8")):
@@ -86,7 +86,7 @@ def paragraphs(root: Path) -> list[str]:
 
 
 def _parts_of(page: str) -> Iterator[tuple[str, str]]:
-    """Yield (heading, text below it) of a Markdown page. Comments in blocks of code are no headings."""
+    """Yield (heading, text below it) of a Markdown page. A comment in a block of code is not a heading."""
     heading, lines, is_code = "", list[str](), False
     for line in page.splitlines():
         is_code ^= line.startswith(("```", "~~~"))
@@ -99,14 +99,14 @@ def _parts_of(page: str) -> Iterator[tuple[str, str]]:
 
 
 def docstring_places(root: Path) -> list[str]:
-    """Every docstring of the package, with its place."""
+    """Return every docstring of the package with its place."""
     return [
         f"{docstring.place} {docstring.name}: {' '.join(docstring.text.split())}" for docstring in all_docstrings(root)
     ]
 
 
 def messages(root: Path) -> list[str]:
-    """Every text that an error of ours is raised with, values shown as {expression}."""
+    """Return every text with which the package raises an error. Values are shown as {expression}."""
     found = []
     for path in package_files(root):
         for text in _messages_in(parse(path)):
@@ -124,10 +124,10 @@ def _messages_in(tree: ast.Module) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the draw."""
+    """Print the chosen names and places."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", required=True, help="any text; the final commit's hash for an inspection")
-    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to draw from")
+    parser.add_argument("--seed", required=True, help="any text; for an inspection the hash of the final commit")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout from which to choose")
     options = parser.parse_args()
     root: Path = options.root.resolve()
     print(f"# {NUM_NAMES} names, {NUM_PLACES} places, seed {options.seed}\n\n## Names\n")

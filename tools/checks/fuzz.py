@@ -1,21 +1,22 @@
-"""Damages every JSON, TOML and lock file that this package reads, and looks at what its readers make of it.
+"""Damage every kind of JSON, TOML and lock file that the package reads, and check the reaction of its readers.
 
-    python -m tools.checks.fuzz --cases 10000 --seed 0            a table of counts; exit code 1 if anything went wrong
-    python -m tools.checks.fuzz --reader "run lock" --case 17     one case again, with its traceback and its file
+    python -m tools.checks.fuzz --cases 10000 --seed 0            table of counts; exit code 1 after a traceback or hang
+    python -m tools.checks.fuzz --reader "run lock" --case 17     one case again, with its traceback
     python -m tools.checks.fuzz --reader settings --cases 20      the smallest size: one reader, some seconds
 
-A case takes a sound file, changes it once or a few times by its structure (a member goes, is renamed, gets another
-type, an absurd size, a deep nesting, a hostile name), by its bytes (cut, flipped, filled with NUL or bad UTF-8), or
-puts something else in its place (nothing, a folder, a FIFO, a device, a link to itself), and hands it to the reader.
-Where a file holds hashes of itself or of its neighbours, they are made to agree in two cases of three, so that the
-damage reaches what lies behind them.
+A case changes a valid file in one to four places and passes it to its reader. A change of the structure removes or
+renames a member, or replaces it by another type, an absurd size, a deep nesting or a hostile name. A change of the
+bytes cuts the file, flips bits, or inserts NUL or invalid UTF-8. In some cases the file is replaced by nothing, a
+folder, a FIFO, a device or a link to itself. If a file contains hashes of itself or of other files, the hashes are
+computed again in two of three cases, so that the damage reaches the code after the check of the hashes.
 
-    refused        the typed error with one message that a user gets, exit code 2
-    accepted       it was read, and used as far as the reader goes
-    passed over    it was read as no such file, which is what its reader does with damage
-    tracebacks     any other exception;   hangs   more than LIMIT_S seconds
+    refused        the reader raised a TxlError with a message (exit code 2 for a user)
+    accepted       the file was read and used
+    passed over    the reader ignored the damaged file, as it should
+    tracebacks     the reader raised any other exception
+    hangs          the reader took more than LIMIT_S seconds
 
-Not covered: files that need a GPU, and pickles, which have their own tests.
+Files that need a GPU are not covered. Pickles are not covered either, because they have their own tests.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 LIMIT_S = 20.0
 MAX_MEMORY_BYTES = 6 << 30
-"""Of addresses: a reader that takes more has a MemoryError, which is a traceback."""
+"""Limit of the process's address space. A reader that needs more raises MemoryError, which counts as a traceback."""
 _NUM_WORDS = 1000
 SIZES = (0, 1, -1, 2, 255, 10**6, 2**31, 10**9, 10**12, 2**63 - 1, 2**63, 10**18, 10**30, -(2**63) - 1)
 FLOATS = (0.5, -0.5, 1e308, 1e-320, float("nan"), float("inf"), float("-inf"))
@@ -97,41 +98,42 @@ MEMBERS = ("self_sha256", "format_version", "name", "kind", "__class__", "", "\0
 
 
 class HangError(BaseException):
-    """The watchdog's."""
+    """Raised by the alarm when a reader takes more than LIMIT_S seconds."""
 
 
 class Outcome(NamedTuple):
-    """What a reader made of a case."""
+    """Reaction of a reader to a case: the kind of reaction, and the message or the traceback."""
 
     kind: str
     details: str = ""
 
 
 class Reader(NamedTuple):
-    """A file to damage and how it is read."""
+    """A kind of file to damage, and the function that reads it."""
 
     make: Callable[[Path], object]
-    """Writes a sound folder."""
+    """Writes a folder with valid files."""
     files: tuple[str, ...]
-    """Those of it that are damaged, as globs."""
+    """Glob patterns of the files in the folder that are damaged."""
     read: Callable[[Path], bool]
-    """Whether it was accepted; False: passed over. Raises TxlError to refuse."""
+    """Reads the folder. Returns True if the files were accepted and False if they were passed over. Raises TxlError if
+    they were refused."""
     sign: Callable[[Path], object] = lambda folder: None
-    """Makes hashes agree again."""
+    """Computes the hashes in the folder again."""
     in_place: bool = True
-    """Whether something else than a file may take its place."""
+    """Whether a file may be replaced by a folder, a FIFO, a device or a link."""
 
 
 # ---------------------------------------------------------------------------------------------------- damage
 
 
 def mutated(value: Any, chance: random.Random) -> Any:
-    """The same structure with one thing changed somewhere."""
+    """Return a copy of a structure with one random change."""
     value = copy.deepcopy(value)
     places = list(_places(value))
     if not places or chance.random() < 0.03:
         return _other(value, chance)
-    # Of long lists not every entry is as interesting as the rest.
+    # Of a long list only some entries are candidates.
     holder, key = chance.choice(places if len(places) < 200 else chance.sample(places, 200))
     action = chance.randrange(8)
     if action == 0:
@@ -174,7 +176,7 @@ def _other(value: Any, chance: random.Random) -> Any:
 
 
 def damaged_bytes(data: bytes, chance: random.Random) -> bytes:
-    """Bytes with something changed that knows no structure."""
+    """Return the bytes with one random change that ignores the structure."""
     at = chance.randrange(len(data) + 1)
     kind = chance.randrange(10)
     if kind == 0:
@@ -199,7 +201,7 @@ def damaged_bytes(data: bytes, chance: random.Random) -> bytes:
 
 
 def replace_file(path: Path, chance: random.Random) -> None:
-    """Put something in the place of a file that is none, or another one."""
+    """Remove a file, and possibly put a folder, a FIFO or a link in its place."""
     path.unlink()
     kind = chance.randrange(6)
     if kind == 0:
@@ -215,7 +217,7 @@ def replace_file(path: Path, chance: random.Random) -> None:
 
 
 def damage(path: Path, chance: random.Random) -> None:
-    """Change a file by its structure, if it has one, or by its bytes."""
+    """Change a file by its structure or by its bytes, one to four times."""
     data = path.read_bytes()
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         data = _structured(path, data, chance) if chance.random() < 0.75 else damaged_bytes(data, chance)
@@ -433,7 +435,7 @@ def _read_stop(folder: Path) -> bool:
 
 
 def _make_run(folder: Path) -> None:
-    from tests.helpers.made_runs import make_run  # not at the top: other readers need no run
+    from tests.helpers.made_runs import make_run  # imported here because the other readers need no run
 
     make_run(folder, max_steps=60, num_ranks=2)
 
@@ -463,7 +465,7 @@ def _read_comparison(folder: Path) -> bool:
 
 
 def _is_drawn(path: Path) -> bool:
-    """A page takes a second, so it is drawn in one case of twenty only."""
+    """Return whether to write the page of a case. A page takes a second, so it is written in one of twenty cases."""
     return zlib.crc32(path.read_bytes()) % 20 == 0
 
 
@@ -481,7 +483,7 @@ def _read_beat(folder: Path) -> bool:
         right.sendall((folder / "talk.lines").read_bytes()[: 1 << 15])
         right.close()
         connection = Connection(left)
-        try:  # as `Hub` and `Spoke` do: whoever talks nonsense is dropped
+        try:  # as in `Hub` and `Spoke`: a peer with invalid messages is dropped
             for message in connection.receive():
                 if "beat" in message:
                     int(message.get("rank", 0))
@@ -508,7 +510,7 @@ def _make_original(folder: Path) -> None:
     folder.mkdir()
     with safe_open(GOLDEN / "wt103_base_like.safetensors", "pt") as file:
         settings = json.loads(file.metadata()["config"])
-        keys = [key for key in file.keys() if key.startswith("weights.")]  # noqa: SIM118  no mapping
+        keys = [key for key in file.keys() if key.startswith("weights.")]  # noqa: SIM118  the file is not a mapping
         save_file({key.removeprefix("weights."): file.get_tensor(key) for key in keys}, folder / "weights.safetensors")
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     symbols = [str(i) for i in range(int(settings["n_token"]))]
@@ -609,7 +611,7 @@ READERS: dict[str, Reader] = {
 
 
 def run_case(reader: Reader, sound: Path, folder: Path, chance: random.Random) -> Outcome:
-    """Damage a copy of a sound folder at `folder`, read it, and remove it."""
+    """Damage a copy of a valid folder, read the copy and remove it. Return the reader's reaction."""
     shutil.rmtree(folder.parent, ignore_errors=True)
     shutil.copytree(sound, folder, symlinks=True)
     try:
@@ -629,7 +631,7 @@ def run_case(reader: Reader, sound: Path, folder: Path, chance: random.Random) -
 
 def _watched(read: Callable[[], bool]) -> Outcome:
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # for a library that no signal interrupts
+    faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # for code of a library that a signal does not interrupt
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -638,7 +640,7 @@ def _watched(read: Callable[[], bool]) -> Outcome:
         return Outcome("refused" if str(error) else "tracebacks", str(error))
     except HangError:
         return Outcome("hangs", traceback.format_exc())
-    except BaseException:  # noqa: BLE001  what a user must never see
+    except BaseException:  # noqa: BLE001  any other exception is a failure
         return Outcome("tracebacks", traceback.format_exc())
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -652,7 +654,8 @@ def _ring(*_: object) -> None:
 def fuzz(
     *, cases: int, seed: int, names: list[str], only: int | None = None, on_bad: Callable[[str], object] = print
 ) -> dict[str, Counter[str]]:
-    """Counts of outcomes per reader. The cases are shared out evenly; each has its own random numbers."""
+    """Return the counts of reactions by reader. All readers get the same number of cases, and each case has its own
+    random numbers."""
     counts: dict[str, Counter[str]] = {}
     before = signal.signal(signal.SIGALRM, _ring)
     logger.disabled, was_disabled = True, logger.disabled
@@ -664,7 +667,7 @@ def fuzz(
                 reader.make(sound)
                 outcome = _watched(lambda reader=reader, sound=sound: reader.read(_copied(sound)))  # type: ignore[misc]
                 if outcome.kind != "accepted":
-                    raise SystemExit(f"{name}: the sound file is not accepted: {outcome}")
+                    raise SystemExit(f"{name}: the undamaged file is not accepted: {outcome}")
                 share = cases // len(names) + (index < cases % len(names))
                 for case in range(share) if only is None else [only]:
                     chance = random.Random(f"{seed}/{name}/{case}")
@@ -689,12 +692,12 @@ KINDS = ("refused", "accepted", "passed over", "tracebacks", "hangs")
 
 
 def main() -> int:
-    """See the top."""
+    """Run the cases and print the table. Return 1 after a traceback or a hang."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="of all readers together")
-    parser.add_argument("--seed", type=int, default=0, help="of the damage")
-    parser.add_argument("--reader", choices=READERS, action="append", help="this reader alone; may be repeated")
-    parser.add_argument("--case", type=int, help="this case alone")
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases of all readers together")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random damage")
+    parser.add_argument("--reader", choices=READERS, action="append", help="test only this reader; can be repeated")
+    parser.add_argument("--case", type=int, help="run only this case, and print its outcome")
     words = parser.parse_args()
     start_s = time.perf_counter()
     torch.set_num_threads(1)

@@ -1,15 +1,15 @@
-"""Hash what a change must leave as it was: losses, checkpoints, bundles and streams of small runs, as JSON.
+"""Hash the results that a change of the code must keep: losses, checkpoints, bundles and streams of small runs.
 
-    python -m tools.checks.guard --out before.json              # on the commit before
-    python -m tools.checks.guard --compare before.json          # on the commit after: prints what differs, exit code 1
-    python -m tools.checks.guard --root CHECKOUT --out x.json   # hashes another checkout by this file
+    python -m tools.checks.guard --out before.json              # on the commit before a change
+    python -m tools.checks.guard --compare before.json          # on the commit after it; exit code 1 if they differ
+    python -m tools.checks.guard --root CHECKOUT --out x.json   # hashes another checkout with this file
 
-Each part prepares a corpus, trains, continues from an older checkpoint, scores, exports and inspects the results. It
-uses the command line alone, so that one file measures any commit. One thread, fixed seeds, CPU. `quickstart` is the
-first 60 steps of configs/quickstart.toml; `zero0` to `zero3` and `bf16` are tiny runs on two ranks, each with other
-settings. Left out is what names paths, times, versions of code and formats, or hashes of settings. RENAMED maps the
-names of today to those of 0.2, so that a renamed setting or key is not a difference, and a changed value is one. The
-hashes are equal on the same machine with the same versions only.
+Each part prepares a corpus, trains, resumes from an older checkpoint, evaluates, exports and inspects the results. It
+uses only the command line, so one version of this file can measure any commit. It runs with one thread and fixed seeds
+on the CPU. `quickstart` is the first 60 steps of configs/quickstart.toml. `zero0` to `zero3` and `bf16` are tiny runs
+on two ranks with different settings. Paths, times, versions of code and formats, and hashes of settings are not
+compared. RENAMED maps today's names to those of version 0.2, so that a renamed setting or key is not a difference, but
+a changed value is. The hashes are equal only on the same machine with the same versions of all packages.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ PARTS = {
     "bf16": "--engine.precision bf16 --train.max_steps 4 --checkpoint.every_steps 2 --eval.every_steps 0 "
     "--eval.max_tokens 64",
 }
-# Of a row of metrics.jsonl; all else measures the machine.
+# Keys of a row of metrics.jsonl that are compared. The others measure the machine.
 NUMBERS = ("loss", "lr", "grad_norm", "tokens_seen", "tokens", "epoch", "loss_by_position", "memory_gain")
 NO_FACTS = {
-    *("checkpoint", "run", "path", "code_version", "bytes"),  # where things lie, who wrote them, sizes of such words
-    *("config_fingerprint", "config_sha256", "self_sha256"),  # hashes of texts that hold names
+    *("checkpoint", "run", "path", "code_version", "bytes"),  # paths, authors, and sizes that depend on them
+    *("config_fingerprint", "config_sha256", "self_sha256"),  # hashes of texts that contain names
     *("format_version", "version"),
 }
-"""Keys of JSON that may differ between two commits which do the same."""
+"""Keys of JSON whose values can differ between two commits with equal results."""
 
 
 class Renamed(NamedTuple):
-    """A key of JSON that has another name since 0.2."""
+    """A key of JSON that was renamed after version 0.2."""
 
     old: str
     new: str
     values: tuple[tuple[Any, Any], ...] = ()
-    """(old value, new value) of those that are written in another way too; all others are the same."""
+    """(old value, new value) of the values that were renamed too. All other values are the same."""
 
 
 RENAMED: tuple[Renamed, ...] = (
@@ -98,11 +98,11 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("stage", "phase"),
     Renamed("document_border", "document_mask", (("carry", False), ("mask", True))),
 )
-"""Every renamed key of a JSON file or of a row of metrics.jsonl, whatever the file."""
+"""Every renamed key of a JSON file or of a row of metrics.jsonl, in any file."""
 
 
 class Workplace:
-    """A scratch folder, and the command line of the package in `root`."""
+    """A temporary folder for the runs, and the command line of the package in `root`."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = root
@@ -111,11 +111,11 @@ class Workplace:
             write_documents(folder / f"{name}.jsonl", seed=seed)
 
     def txl(self, *words: str) -> str:
-        """Run `python -m txl_dist words`; what it prints to standard output."""
+        """Run `python -m txl_dist` with these arguments, and return its standard output."""
         return self._run([sys.executable, "-m", "txl_dist", *words])
 
     def train(self, *words: str) -> None:
-        """Train on two ranks by the launcher of DeepSpeed, to the end."""
+        """Train to the end on two ranks with DeepSpeed's launcher."""
         launcher = str(Path(sys.executable).parent / "deepspeed")
         port = ["--num_accelerators", "2", "--master_port", str(free_port())]
         self._run([launcher, *port, "--module", "txl_dist", "train", *words])
@@ -139,7 +139,7 @@ class Workplace:
 
 
 def write_documents(path: Path, *, seed: int) -> None:
-    """200 documents of 1 to 60 words from a skewed vocabulary."""
+    """Write 200 documents of 1 to 60 words from a vocabulary with skewed frequencies."""
     generator = random.Random(seed)
     words = ["".join(generator.choices("etaoinshrdlu\u00e9\u4e2d", k=generator.randint(1, 9))) for _ in range(300)]
     weights = [1 / rank for rank in range(1, 301)]
@@ -151,7 +151,8 @@ def write_documents(path: Path, *, seed: int) -> None:
 
 
 def run_part(place: Workplace, name: str) -> dict[str, Any]:
-    """All that one part shows: prepare, train, look, go on from an older checkpoint, look again, score, export."""
+    """Run one part and return its results: prepare, train, inspect, resume from an older checkpoint, inspect, evaluate,
+    export and generate."""
     if name == "quickstart":
         corpora = {"data/stdlib": ["stdlib", "--vocab-size", "4096"]}
         config, run = str(place.root / "configs" / "quickstart.toml"), place.folder / "runs" / "quickstart"
@@ -195,9 +196,9 @@ def run_part(place: Workplace, name: str) -> dict[str, Any]:
 
 
 def run_shown(run: Path) -> dict[str, Any]:
-    """Numbers of the log, and all files and the state of every checkpoint."""
+    """Return the numbers of the log, and hashes of the files and the state of every checkpoint."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    # Events tell of the machine too: who was slow, how long a save took. A step made again has a later row.
+    # Events depend on the machine (slow ranks, times of saves). A repeated step has a later row, which counts.
     told = [in_old_names(row) for row in rows if row["kind"] != "event"]
     last = {f"{row['kind']} {row['step']}": {key: row[key] for key in NUMBERS if key in row} for row in told}
     shown: dict[str, Any] = {
@@ -215,13 +216,14 @@ def run_shown(run: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path, *patterns: str) -> dict[str, str]:
-    """The sha256 of the files of a folder and below, by name; of tensors without metadata, of JSON in old names."""
+    """Return the sha256 of the matching files below a folder, by path. Tensor files are hashed without metadata, and
+    JSON files with old names."""
     found = sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
     return {str(path.relative_to(folder)): digest(content_of(path)) for path in found}
 
 
 def content_of(path: Path) -> bytes:
-    """The bytes of a file that must not change."""
+    """Return the part of a file's content that must not change."""
     if path.suffix == ".safetensors":
         return tensors_of(path)
     if path.suffix == ".json":
@@ -230,7 +232,7 @@ def content_of(path: Path) -> bytes:
 
 
 def tensors_of(path: Path) -> bytes:
-    """A safetensors file without its metadata, which names the hash of the state that it was saved with."""
+    """Return the content of a safetensors file without its metadata, which contains the hash of the saved state."""
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
@@ -239,7 +241,7 @@ def tensors_of(path: Path) -> bytes:
 
 
 def numbers_of(report: Any) -> Any:
-    """What `evaluate --json` measures of the model, not of the machine."""
+    """Return the figures of `txl evaluate --json` that describe the model, without times and speeds."""
     if isinstance(report, dict):
         return {
             key: numbers_of(value) for key, value in report.items() if not key.endswith(("seconds", "per_s", "_ms"))
@@ -248,7 +250,7 @@ def numbers_of(report: Any) -> Any:
 
 
 def plain(facts: Any) -> Any:
-    """JSON without what NO_FACTS names, in the names of 0.2."""
+    """Return JSON without the keys of NO_FACTS, with the names of version 0.2."""
     if isinstance(facts, dict):
         kept = {key: plain(value) for key, value in facts.items() if key not in NO_FACTS}
         return in_old_names(kept)
@@ -256,7 +258,7 @@ def plain(facts: Any) -> Any:
 
 
 def in_old_names(facts: dict[str, Any], table: tuple[Renamed, ...] | None = None) -> dict[str, Any]:
-    """The keys of one object, and the values that were renamed with them, as 0.2 wrote them."""
+    """Return an object with the keys and the renamed values of version 0.2."""
     renamed = {one.new: one for one in (RENAMED if table is None else table)}
     result = {}
     for key, value in facts.items():
@@ -269,24 +271,24 @@ def in_old_names(facts: dict[str, Any], table: tuple[Renamed, ...] | None = None
 
 
 def read(path: Path) -> Any:
-    """A JSON file."""
+    """Return the content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def digest(data: bytes) -> str:
-    """The sha256, in hex."""
+    """Return the sha256 of the data in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a TCP port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
-    """Each place where two outputs differ."""
+    """Yield a line for each place where two results differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             inner = f"{where} > {key}" if where else key
@@ -299,13 +301,13 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    """Run the parts; print or write their JSON, or compare it."""
+    """Run the parts. Print or write the results as JSON, or compare them with earlier results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="checkout to measure")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
-    parser.add_argument("--out", type=Path, help="write the JSON there, not to standard output")
+    parser.add_argument("--out", type=Path, help="write the JSON to this file, not to standard output")
     parser.add_argument(
-        "--compare", type=Path, help="JSON of before; prints what differs, exit code 1 if anything does"
+        "--compare", type=Path, help="earlier JSON; print the differences, with exit code 1 if there are any"
     )
     given = parser.parse_args()
     shown: dict[str, Any] = {}

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# A cluster on one machine, to try launches on: nodes with a network, host name, /etc/hosts, /run and process numbers of
-# their own, each with an sshd and one link to a common switch. Files are shared. Needs root, iproute2 and
-# openssh-server (and pdsh for launches). The machine's own interfaces, keys and settings are left alone.
+# Make a cluster of several nodes on one machine, to try launches. Each node has its own network, host name,
+# /etc/hosts, /run, process numbers and sshd, and a link to a common switch. All nodes share the files of the machine.
+# The script needs root, iproute2 and openssh-server (and pdsh for launches). It does not change the machine's own
+# interfaces, keys and settings.
 #
-#   tools/checks/local_cluster.sh N [COMMAND ...]      N nodes in a temporary folder; the command (or a shell) runs on node1 and
-#                                               finds $HOSTFILE; when it ends, everything is removed
+#   tools/checks/local_cluster.sh N [COMMAND ...]      N nodes in a temporary folder; the command (or a shell) runs on
+#                                                      node1 with $HOSTFILE; the cluster is removed when it ends
 # or in steps:
-#   tools/checks/local_cluster.sh up N DIR             makes DIR with DIR/hostfile: node1 slots=2 ...   (SLOTS=2)
-#   tools/checks/local_cluster.sh exec DIR NODE COMMAND ...    on that node, in this folder
-#   tools/checks/local_cluster.sh cut DIR NODE         pulls the node's cable out of the switch: silence, no reset
-#   tools/checks/local_cluster.sh restore DIR NODE     puts it back
+#   tools/checks/local_cluster.sh up N DIR             makes DIR, with DIR/hostfile: node1 slots=2 ...   (SLOTS=2)
+#   tools/checks/local_cluster.sh exec DIR NODE COMMAND ...    runs the command on that node, in this folder
+#   tools/checks/local_cluster.sh cut DIR NODE         disconnects the node from the switch, without a reset of its connections
+#   tools/checks/local_cluster.sh restore DIR NODE     connects the node again
 #   tools/checks/local_cluster.sh down DIR             ends every process of the nodes and removes DIR
 #
-# A node is the namespaces of its first process, an sshd; with that process all others in it end, and its network goes.
-# The switch is a bridge in a network namespace of its own.
+# A node consists of the namespaces of its first process, an sshd. When this process ends, all other processes of the
+# node end, and its network is removed. The switch is a bridge in its own network namespace.
 
 set -euo pipefail
 SUBNET=10.77.0
@@ -28,11 +29,11 @@ up() { # N DIR
     for program in ip unshare nsenter ssh-keygen /usr/sbin/sshd; do
         command -v "$program" >/dev/null || fail "no $program. Install iproute2, util-linux and openssh-server."
     done
-    [ ! -e "$dir" ] || [ -z "$(ls -A "$dir")" ] || fail "$dir is not empty. Take it down, or choose another folder."
+    [ ! -e "$dir" ] || [ -z "$(ls -A "$dir")" ] || fail "$dir is not empty. Type local_cluster.sh down DIR to remove a cluster, or choose another folder."
     mkdir -p "$dir/bin"
     dir=$(realpath "$dir")
-    [[ $dir != *[[:space:]]* ]] || fail "$dir: the path must have no blanks."
-    trap 'down "$dir"' EXIT # unless all goes well
+    [[ $dir != *[[:space:]]* ]] || fail "$dir: the path must not contain blanks."
+    trap 'down "$dir"' EXIT # removes the cluster if a command fails
     configure "$num_nodes" "$dir"
     # shellcheck disable=SC2016
     start "$dir" switch unshare --net bash -c \
@@ -46,7 +47,7 @@ up() { # N DIR
     trap - EXIT
 }
 
-configure() { # N DIR: keys, names and settings of all nodes
+configure() { # N DIR: writes keys, names and settings of all nodes
     local dir=$2 number name
     ssh-keygen -q -t ed25519 -N "" -f "$dir/key"
     echo "127.0.0.1 localhost" >"$dir/hosts"
@@ -63,17 +64,17 @@ configure() { # N DIR: keys, names and settings of all nodes
     done
     printf '%s\n' "IdentityFile $dir/key" "IdentitiesOnly yes" "UserKnownHostsFile $dir/known_hosts" \
         "GlobalKnownHostsFile /dev/null" "StrictHostKeyChecking yes" >"$dir/ssh_config"
-    # Whoever calls ssh on a node, a launcher too, gets these settings; nobody's ~/.ssh is read or written.
+    # All calls of ssh on a node use these settings, also those of a launcher. No ~/.ssh is read or written.
     printf '#!/bin/sh\nexec %s -F %s/ssh_config "$@"\n' "$(command -v ssh)" "$dir" >"$dir/bin/ssh"
     chmod +x "$dir/bin/ssh"
 }
 
-start() { # DIR NAME COMMAND ...: in the background; its pid, or that of its child, goes to DIR/NAME.pid
+start() { # DIR NAME COMMAND ...: starts it in the background; writes its pid, or that of its child, to DIR/NAME.pid
     local dir=$1 name=$2 pid child=""
     shift 2
     setsid "$@" </dev/null >"$dir/$name.log" 2>&1 &
     pid=$!
-    disown # its end, when it comes, is no news
+    disown # the shell does not report its end
     while [ "$name" != switch ] && [ -z "$child" ]; do # unshare's child is the node's first process
         kill -0 "$pid" 2>/dev/null || fail "$name did not start: $(cat "$dir/$name.log")"
         child=$(tr -d ' ' <"/proc/$pid/task/$pid/children" || true)
@@ -85,7 +86,7 @@ boot() { # DIR NODE: the first process of a node
     hostname "$2"
     ip link set lo up
     mount --bind "$1/hosts" /etc/hosts
-    mount -t tmpfs tmpfs /run # sshd wants a folder there
+    mount -t tmpfs tmpfs /run # sshd needs a folder in /run
     mkdir /run/sshd
     exec /usr/sbin/sshd -D -e -f "$1/$2/sshd_config"
 }
@@ -102,14 +103,14 @@ connect() { # DIR NUMBER
     done
 }
 
-on() { # DIR NAME COMMAND ...: in the namespaces of a node or of the switch
+on() { # DIR NAME COMMAND ...: runs it in the namespaces of a node or of the switch
     local dir=$1 name=$2 pid parts=("${PARTS[@]}")
     shift 2
     [ -f "$dir/$name.pid" ] || fail "there is no $name in $dir."
     pid=$(cat "$dir/$name.pid")
-    grep -qzF "$dir" "/proc/$pid/cmdline" 2>/dev/null || fail "$name of $dir has ended. Take the cluster down."
+    grep -qzF "$dir" "/proc/$pid/cmdline" 2>/dev/null || fail "$name of $dir has ended. Type local_cluster.sh down $dir."
     if [ "$name" = switch ]; then parts=(--net); fi
-    # The folder would be lost on the way. HOSTFILE and PATH: what a person on a node needs.
+    # nsenter changes the folder, so the shell changes back. HOSTFILE and PATH are for the user of the node.
     # shellcheck disable=SC2016
     HOSTFILE=$dir/hostfile PATH=$dir/bin:$PATH nsenter --target "$pid" "${parts[@]}" \
         sh -c 'cd "$1" && shift && exec "$@"' sh "$PWD" "$@"
@@ -118,7 +119,7 @@ on() { # DIR NAME COMMAND ...: in the namespaces of a node or of the switch
 down() { # DIR
     local dir file pid
     dir=$(realpath "$1")
-    [ -f "$dir/hosts" ] || fail "$1 holds no cluster."
+    [ -f "$dir/hosts" ] || fail "$1 does not contain a cluster."
     for file in "$dir"/*.pid; do
         [ -f "$file" ] || continue
         pid=$(cat "$file")
@@ -136,7 +137,7 @@ for_a_command() { # N [COMMAND ...]
     folder=$(mktemp -d)
     up "$num_nodes" "$folder/cluster"
     trap 'down "$folder/cluster"; rmdir "$folder"' EXIT
-    trap : INT # the command, which a terminal sends it too, decides what it means
+    trap : INT # the terminal sends it to the command too, which decides how to react
     (($# > 0)) || set -- "${SHELL:-bash}"
     on "$folder/cluster" node1 "$@" || code=$?
     exit "$code"

@@ -1,15 +1,16 @@
-"""Writes docs/model.md, the model beside the paper's equations, of the code and of the words in model_page.md.
+"""Write docs/model.md, which compares the model with the paper's equations, from the code and from model_page.md.
 
-    python -m tools.checks.model_page            write it
-    python -m tools.checks.model_page --check    say whether it is stale; exit code 1 then
+    python -m tools.checks.model_page            write the page
+    python -m tools.checks.model_page --check    report whether the page is stale, with exit code 1 if it is
 
 A paragraph of model_page.md that begins with CODE is replaced by the source of a function, without its docstring:
 
-    CODE memory.py Memory.append until "return "        up to the line that holds this text; the next CODE of this
-    > "torch._foreach_copy_" the paper's line           function goes on there. Above a line: what the paper has there
+    CODE memory.py Memory.append until "return "        shows the function up to the line that contains this text; the
+    > "torch._foreach_copy_" the paper's line           next CODE of the function continues there. A line with > puts
+                                                        the paper's equation above the line that contains the text.
 
-A page is not made if a text stands in no line or in several, or if lines of a function are left over at the end. SHIFT
-becomes a drawing of the relative shift, by the line of code that makes it.
+The program raises an error if a text is in no line or in several lines, or if lines of a function are not shown. SHIFT
+is replaced by a drawing of the relative shift, which the model's own line of code computes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NOTE = re.compile(r'^> "(.+?)" (.+)$', re.MULTILINE)
 
 
 def model_page(words: str) -> str:
-    """Markdown of the page. Raises ValueError where its words and the code do not fit."""
+    """Return the Markdown of the page. Raises ValueError if a text of model_page.md does not match the code."""
     left: dict[tuple[str, str], list[str]] = {}
 
     def shown(match: re.Match[str]) -> str:
@@ -46,7 +47,7 @@ def model_page(words: str) -> str:
         lines = left[file, name]
         end = _place(until, lines, where=name) if until else len(lines)
         if not lines[:end]:
-            raise ValueError(f"{name}: nothing is left of it")
+            raise ValueError(f"{name}: all of its lines are shown already")
         shown, left[file, name] = textwrap.dedent("\n".join(lines[:end])).strip("\n").split("\n"), lines[end:]
         for text, equation in NOTE.findall(notes):
             place = _place(text, shown, where=name)
@@ -57,24 +58,25 @@ def model_page(words: str) -> str:
 
     page = CODE.sub(shown, words.replace("MADE_BY", MADE_BY))
     if cut := [name for (_, name), lines in left.items() if lines]:
-        raise ValueError(f"not shown to the end: {', '.join(cut)}")
+        raise ValueError(f"lines at the end of these functions are not shown: {', '.join(cut)}")
     return page.replace("\nSHIFT\n", f"\n```text\n{drawn_shift(num_queries=3, memory_len=2)}\n```\n")
 
 
 def _place(text: str, lines: list[str], *, where: str) -> int:
     places = [index for index, line in enumerate(lines) if text in line and "#>" not in line]
     if len(places) != 1:
-        raise ValueError(f"{where}: {text!r} stands in {len(places)} of the lines that are left")
+        raise ValueError(f"{where}: {text!r} is in {len(places)} of the remaining lines, but must be in one")
     return places[0]
 
 
 def source_of(module: str, name: str) -> list[str]:
-    """Lines of a function, or of `Class.method`, without its docstring. Raises ValueError if there is none."""
+    """Return the lines of a function, or of `Class.method`, without its docstring. Raises ValueError if it does not
+    exist."""
     node: Any = ast.parse(module)
     for part in name.split("."):
         found = [one for one in node.body if getattr(one, "name", None) == part]
         if len(found) != 1:
-            raise ValueError(f"{name}: there are {len(found)} of {part}")
+            raise ValueError(f"{name}: the module has {len(found)} definitions of {part}, but must have one")
         (node,) = found
     lines = module.splitlines()
     begin, docstring = node.lineno - 1, node.body[0]
@@ -84,7 +86,8 @@ def source_of(module: str, name: str) -> list[str]:
 
 
 def drawn_shift(*, num_queries: int, memory_len: int) -> str:
-    """What `relative_attention` makes of the products of queries and distances, `i.d` each; `-` is the zero column."""
+    """Return a drawing of the relative shift of products `i.d` of query i and distance d. `-` is the column of
+    zeros."""
     T, K = num_queries, num_queries + memory_len
     products = [["-", *(f"{i}.{K - 1 - column}" for column in range(K))] for i in range(T)]
     labels = [label for row in products for label in row]
@@ -101,13 +104,14 @@ def drawn_shift(*, num_queries: int, memory_len: int) -> str:
 
 
 def is_stale() -> bool:
-    """Whether docs/model.md is not what the code and the words give now. Raises ValueError as `model_page` does."""
+    """Return whether docs/model.md differs from the page of the current code and texts. Raises ValueError as
+    `model_page` does."""
     page = model_page(WORDS.read_text(encoding="utf-8"))
     return not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page
 
 
 def main() -> int:
-    """Write the page, or with --check say whether it is stale."""
+    """Write the page, or with --check report whether it is stale."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is stale")
     check, stale = parser.parse_args().check, is_stale()

@@ -1,11 +1,11 @@
-"""Count what makes a tree hard to find one's way in: entries at the root, and names with two homes.
+"""Count names that make a file or a function hard to find: entries at the root, and names in two places.
 
     python -m tools.checks.names                   # this checkout
     python -m tools.checks.names --root CHECKOUT
 
-A root entry is a module or a package at the top of the package. A file name has two homes if two packages have a file
-of that name. A public name has two homes if two modules define a function or class of that name at their top.
-`__init__.py` and the files that an export copies (convert/huggingface_code) do not count.
+A root entry is a module or a package at the top of the package. A file name is counted if two packages have a file of
+that name. A public name is counted if two modules define a function or a class of that name at their top level.
+`__init__.py` and the files that an export copies (convert/huggingface_code) are not counted.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from tools.checks.sources import PACKAGE, ROOT, package_files, top_definitions
 
 COPIED = "huggingface_code"
 CLI = ("cli",)
-"""Folders of commands: a command's file is named after the command, as is the package that does its work."""
+"""Folders of commands. They are not counted, because the file of a command and the package that does its work have the
+same name."""
 
 
 def root_entries(root: Path) -> tuple[list[str], list[str]]:
-    """The modules and the packages at the top of the package."""
+    """Return the modules and the packages at the top of the package."""
     entries = sorted((root / PACKAGE).iterdir())
     files = [path.name for path in entries if path.suffix == ".py"]
     return files, [path.name for path in entries if path.is_dir() and any(path.rglob("*.py"))]
 
 
 def shared_file_names(root: Path) -> dict[str, list[str]]:
-    """The file names that two or more packages use, commands excepted, with their folders."""
+    """Return the file names that two or more packages use, with their folders. Commands are not counted."""
     homes: dict[str, list[str]] = defaultdict(list)
     for path in package_files(root):
         folder = path.parent.relative_to(root / PACKAGE)
@@ -39,7 +40,7 @@ def shared_file_names(root: Path) -> dict[str, list[str]]:
 
 
 def shared_public_names(root: Path) -> dict[str, list[str]]:
-    """The public functions and classes that two or more modules define, with their files."""
+    """Return the public functions and classes that two or more modules define, with the files."""
     homes: dict[str, list[str]] = defaultdict(list)
     for path in package_files(root):
         if COPIED in path.parts:

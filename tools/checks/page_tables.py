@@ -1,11 +1,11 @@
-"""Tables that are made from the code and stand inside hand-written pages: public names, and the reading list.
+"""Tables in hand-written pages that are made from the code: the public names and the reading list.
 
-`reference_pages` writes each table between its two marks in a page:
+`reference_pages` writes each table between two comments in a page:
 
     <!-- table: NAME (made by `python -m tools.checks.reference_pages`) -->
     <!-- end of table -->
 
-To change what a table holds, change PUBLIC_MEMBERS, PLUGIN_MODULE or READING below.
+Change PUBLIC_MEMBERS, PLUGIN_MODULE or READING below to change the contents of a table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PUBLIC_MEMBERS: dict[str, tuple[str, ...]] = {
 }
 """Public methods and properties of the public classes."""
 PLUGIN_MODULE = "plugins"
-"""Public module whose functions the table lists."""
+"""Public module whose functions the table of public names contains."""
 
 
 class Reading(NamedTuple):
@@ -39,7 +39,7 @@ class Reading(NamedTuple):
     title: str
     purpose: str
     files: tuple[str, ...]
-    """Paths in the package. A `*` stands for any name."""
+    """Paths in the package. A `*` matches any name."""
 
 
 READING = (
@@ -92,9 +92,9 @@ READING = (
         ),
     ),
 )
-"""The core that one person reads in an evening, in reading order."""
+"""The core of the package, which one person can read in an evening, in the order for reading."""
 FEWEST_LINES, MOST_LINES = 4000, 6000
-"""Bounds of the reading list in lines of code."""
+"""Smallest and largest size of the reading list, in lines of code."""
 
 
 def reading_lines() -> dict[str, int]:
@@ -134,7 +134,7 @@ def reading_table() -> str:
 
 
 def public_names_table() -> str:
-    """Make the Markdown table of the public names: signature, and first sentence of the docstring."""
+    """Make the Markdown table of the public names, each with its signature and the first sentence of its docstring."""
     rows = ["| name in `txl_dist` | meaning |", "|---|---|"]
     for name, module in sorted(txl_dist._HOME.items(), key=lambda item: item[0].lower()):
         definition = _definition(name, module)
@@ -148,7 +148,8 @@ def public_names_table() -> str:
 
 
 def _definition(name: str, module: str) -> Definition:
-    """Return the class or function that a module of the package defines. Raises ValueError if there is none."""
+    """Return the class or function that a module of the package defines. Raises ValueError if the module does not
+    define it."""
     path = ROOT / PACKAGE / f"{module.replace('.', '/')}.py"
     for node in parse(path).body:
         if isinstance(node, Definition) and node.name == name:
@@ -157,7 +158,7 @@ def _definition(name: str, module: str) -> Definition:
 
 
 def _member(owner: ast.ClassDef, name: str) -> Definition:
-    """Return a method or property of a class. Raises ValueError if it has none of this name."""
+    """Return a method or property of a class. Raises ValueError if the class has none of this name."""
     for node in owner.body:
         if isinstance(node, Definition) and node.name == name:
             return node
@@ -175,7 +176,8 @@ def _row(name: str, definition: Definition) -> str:
 
 
 def _parameters(definition: Definition) -> str:
-    """Return the parameters in parentheses, without types and `self`; nothing for a property or a plain class."""
+    """Return the parameters in parentheses, without types and `self`. The text is empty for a property or a plain
+    class."""
     if isinstance(definition, ast.ClassDef):
         return _fields(definition)
     decorators = {ast.unparse(decorator) for decorator in definition.decorator_list}
@@ -190,7 +192,7 @@ def _parameters(definition: Definition) -> str:
 
 
 def _fields(definition: ast.ClassDef) -> str:
-    """Return the arguments of a class in parentheses: of its constructor, or its fields if it is a named tuple."""
+    """Return the arguments of a class in parentheses: those of its constructor, or the fields of a named tuple."""
     for node in definition.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             return _parameters(node)
@@ -201,7 +203,7 @@ def _fields(definition: ast.ClassDef) -> str:
 
 
 def first_sentence(definition: Definition) -> str:
-    """Return the first sentence of a docstring, in one line that a table can hold."""
+    """Return the first sentence of a docstring in one line for a table."""
     docstring = ast.get_docstring(definition) or ""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     sentence = re.split(r"(?<=\.) (?=[A-Z`])", paragraph, maxsplit=1)[0]
@@ -212,11 +214,12 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "api.md": ("public names", public_names_table),
     "architecture.md": ("reading list", reading_table),
 }
-"""Name of the table in each page, and the function that makes it."""
+"""Name of the table in each page, and the function that makes the table."""
 
 
 def with_table(page: str, title: str, table: str) -> str:
-    """Put a table between its marks in the text of a page. Raises ValueError if the page lacks the marks."""
+    """Return the text of a page with a table between its comments. Raises ValueError if the page does not contain the
+    comments."""
     begin = f"<!-- table: {title} (made by `python -m tools.checks.reference_pages`) -->\n"
     end = "<!-- end of table -->"
     before, mark, rest = page.partition(begin)

@@ -1,10 +1,11 @@
-"""The time model of `txl plan` against the training speeds that NVIDIA published for its own Transformer-XL.
+"""Compare the time model of `txl plan` with the training speeds that NVIDIA published for its own Transformer-XL.
 
-`python -m tools.checks.plan` prints every row: published tokens per second, predicted ones and the error. The only
-constant per kind of GPU, the share of the peak that products reach (`Gpu.matmul_share`), is calibrated on the row that
-is marked; it is solved for here again and must be what `planning/hardware.py` has. All other rows are predicted. It
-exits with 1 if a mixed-precision row is off by more than 30 %. The FP32 and TF32 rows were used for nothing, and are
-shown beside it, outside the bar; so are speeds of our own code on the same machines, which nobody has measured.
+`python -m tools.checks.plan` prints for every row the published tokens per second, the predicted ones and the error.
+The model has one calibrated constant per kind of GPU: the share of the peak that products reach (`Gpu.matmul_share`).
+It is calibrated on the marked row. The program computes it again and prints it next to the value in
+`planning/hardware.py`. All other rows are predictions. The exit code is 1 if a mixed-precision row is off by more than
+30 %. The FP32 and TF32 rows are printed too, but they are not used for calibration or for the exit code. The program
+also prints predicted speeds of our own code on the same machines, which were not measured.
 
 Source of the rows: NVIDIA DeepLearningExamples, PyTorch/LanguageModeling/Transformer-XL, README.md, "Training
 performance results". The sizes are those of configs/nvidia_wt103_base.toml and nvidia_wt103_large.toml.
@@ -26,7 +27,7 @@ from txl_dist.planning.hardware import GPUS, GpuCluster
 from txl_dist.planning.timing import OURS, Precision, Program, Work, step_time
 from txl_dist.vocabulary_clusters import typical_shares
 
-NVIDIA = Program(  # its Transformer-XL for PyTorch
+NVIDIA = Program(  # NVIDIA's Transformer-XL for PyTorch
     memory_products=(3, 3),
     skips_masked=False,
     score_passes={"plain": 21},
@@ -49,19 +50,19 @@ CLUSTERS = {
     "DGX-1": GpuCluster(GPUS["v100-16gb"], gpus_per_node=8),
     "DGX-2H": GpuCluster(GPUS["v100-32gb-450w"], gpus_per_node=16, network_gb_s=100.0),
 }
-"""The DGX-2H has eight network cards of 100 Gb/s."""
+"""The machines of the table. The DGX-2H has eight network cards of 100 Gb/s."""
 
 
 class Row(NamedTuple):
-    """Of a table: tokens per second, 0 where NVIDIA ran out of memory."""
+    """A row of NVIDIA's tables. Speeds are in tokens per second, and 0 means out of memory."""
 
     machine: str
     model: str
     lanes: int
-    """Per GPU."""
+    """Lanes (batch rows) per GPU."""
     gpus: int
     wide: int
-    """In TF32 on the A100, in FP32 elsewhere."""
+    """Speed in TF32 on the A100, and in FP32 on the other machines."""
     mixed: int
 
 
@@ -114,19 +115,20 @@ CALIBRATION = {
     "DGX-1": Row("DGX-1", "base", 32, 1, 0, 36_692),
     "DGX-2H": Row("DGX-2H", "large", 8, 1, 5_169, 14_787),
 }
-"""Each the row on one GPU with most work, where the host's and the optimizer's part, known least, is smallest."""
+"""Calibration row of each machine: the row on one GPU with most work, in which the least known parts (host and
+optimizer) are smallest."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration as the model needs it."""
+    """A configuration in the form that the time model needs."""
 
     work: Work
-    """On one GPU."""
+    """Work of one GPU."""
 
     @staticmethod
     def read(name: str) -> Recipe:
-        """NVIDIA's `base` or `large`."""
+        """Return NVIDIA's configuration `base` or `large`."""
         config = load_config(CONFIGS / f"nvidia_wt103_{name}.toml")
         return Recipe(
             Work(
@@ -150,7 +152,7 @@ RECIPES = {name: Recipe.read(name) for name in ("base", "large")}
 
 
 def predicted(row: Row, *, precision: Precision, cluster: GpuCluster, program: Program = NVIDIA) -> float:
-    """Tokens per second of all GPUs."""
+    """Return the predicted tokens per second of all GPUs together."""
     has_kernels = program is OURS and cluster.gpu.has_bf16
     work = replace(
         RECIPES[row.model].work,
@@ -163,12 +165,12 @@ def predicted(row: Row, *, precision: Precision, cluster: GpuCluster, program: P
 
 
 def errors(rows: Sequence[Row] = PUBLISHED) -> list[float]:
-    """Of the mixed-precision rows: predicted / published - 1."""
+    """Return predicted / published - 1 for the mixed-precision speed of each row."""
     return [predicted(row, precision="fp16", cluster=CLUSTERS[row.machine]) / row.mixed - 1 for row in rows]
 
 
 def calibrated(row: Row) -> float:
-    """The share of the peak with which a row's prediction is what was published."""
+    """Return the share of the peak with which the prediction of a row equals the published speed."""
     cluster, low, high = CLUSTERS[row.machine], 0.05, 5.0
     while high - low > 1e-4:
         middle = (low + high) / 2
@@ -179,7 +181,7 @@ def calibrated(row: Row) -> float:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print all rows; 0 if the mixed-precision ones are within the bar."""
+    """Print all rows. Return 0 if the mixed-precision rows are within the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(words)
     print("| machine | model | lanes/GPU | GPUs | published | predicted | error | |")
@@ -203,7 +205,7 @@ def _start(row: Row) -> str:
 
 
 def _elsewhere() -> Iterator[str]:
-    """TF32 and FP32 rows, for which nothing was calibrated."""
+    """Yield the TF32 and FP32 rows, which were not used for calibration."""
     yield "Outside the bar, TF32 (A100) and FP32 (V100):"
     for row in PUBLISHED:
         if row.wide:
@@ -213,8 +215,8 @@ def _elsewhere() -> Iterator[str]:
 
 
 def _ours() -> Iterator[str]:
-    """Our code on the same machines."""
-    yield "Our code with the same batches, fp16 and lamb: predicted, not measured; beside NVIDIA's published speed:"
+    """Yield rows with the predicted speed of our code on the same machines."""
+    yield "Our code with the same batches, fp16 and lamb: predicted speed (not measured), ratio to NVIDIA's:"
     for row in PUBLISHED:
         if row.gpus in (1, 8, 16, 128):
             rate = predicted(row, precision="fp16", cluster=CLUSTERS[row.machine], program=OURS)

@@ -1,11 +1,11 @@
-"""Count the prose of docs, README and docstrings: words, long sentences, semicolons, docstrings that say too little.
+"""Count the prose of docs, README and docstrings: words, long sentences, semicolons, and faulty docstrings.
 
     python -m tools.checks.prose                   # this checkout
-    python -m tools.checks.prose --root CHECKOUT   # another one
+    python -m tools.checks.prose --root CHECKOUT   # another checkout
     python -m tools.checks.prose --places          # also list every docstring that is counted as a fault
 
-Prose is a page without code blocks, tables, headings, HTML comments and the targets of links. A sentence ends at one
-of .!? before a blank, or at a blank line. Words of a page count everything that is not a code block or a comment.
+Prose is a page without code blocks, tables, headings, HTML comments and the targets of links. A sentence ends at one of
+.!? before a blank, or at a blank line. The words of a page are all words of the file, as `wc -w` counts them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import NamedTuple
 from tools.checks.sources import ROOT, Docstring, docstrings, package_files
 
 LONGEST = 25
-"""Words of a sentence that a reader takes in at once."""
+"""Largest number of words in a sentence that is not counted as long."""
 FEWEST = 4
-"""Words of a docstring that says something."""
+"""Smallest number of words in a docstring that is not counted as too short."""
 
 
 class Prose(NamedTuple):
-    """What is counted in one or more pages."""
+    """Counts of one or more pages."""
 
     pages: int
     words: int
@@ -46,7 +46,7 @@ class Prose(NamedTuple):
 
 
 def prose_of(page: str) -> str:
-    """Leave only the prose of a Markdown page: no code, tables, headings, comments, link targets."""
+    """Return only the prose of a Markdown page, without code, tables, headings, comments and link targets."""
     text = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
     text = re.sub(r"^(```|~~~).*?^\1\s*$", "\n", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -93,22 +93,22 @@ def count_pages(pages: list[Path]) -> Prose:
 
 
 def all_docstrings(root: Path) -> list[Docstring]:
-    """Every docstring of the package in a checkout."""
+    """Return every docstring of the package in a checkout."""
     return [docstring for path in package_files(root) for docstring in docstrings(path, root)]
 
 
 def begins_with(docstring: Docstring, word: str) -> bool:
-    """Say whether the first word of a docstring is this one."""
+    """Return whether `word` is the first word of a docstring."""
     return docstring.text.split(maxsplit=1)[:1] == [word]
 
 
 def is_too_short(docstring: Docstring) -> bool:
-    """Say whether a docstring has three words or fewer."""
+    """Return whether a docstring has three words or fewer."""
     return len(docstring.text.split()) < FEWEST
 
 
 def docstring_faults(root: Path) -> dict[str, list[Docstring]]:
-    """The docstrings of each kind of fault."""
+    """Return the faulty docstrings by kind of fault."""
     every = all_docstrings(root)
     return {
         'begin with "Of"': [docstring for docstring in every if begins_with(docstring, "Of")],
@@ -118,7 +118,7 @@ def docstring_faults(root: Path) -> dict[str, list[Docstring]]:
 
 
 def report(name: str, prose: Prose) -> str:
-    """Write one line of figures."""
+    """Return one line with the counts of some pages."""
     return (
         f"{name:<8}{prose.pages:>4} pages {prose.words:>7,} words; prose {prose.prose_words:>7,} words, "
         f"{prose.sentences:>5,} sentences, {prose.long_pct:>4.1f} % over {LONGEST} words, "
@@ -127,7 +127,7 @@ def report(name: str, prose: Prose) -> str:
 
 
 def main() -> None:
-    """Print the counts."""
+    """Print the counts of docs, README and docstrings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to count")
     parser.add_argument("--places", action="store_true", help="list the docstrings that are counted as faults")

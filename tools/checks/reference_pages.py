@@ -1,11 +1,13 @@
-"""Writes what pages take from the code: docs/settings.md (every setting), docs/commands.md (every command), tables.
+"""Write the pages and tables that are made from the code: docs/settings.md, docs/commands.md, and tables in other
+pages.
 
     python -m tools.checks.reference_pages            write all
-    python -m tools.checks.reference_pages --check    say which page is stale; exit code 1 then
+    python -m tools.checks.reference_pages --check    report the stale pages, with exit code 1 if there are any
 
-A setting's type, bounds, default and meaning come from the schema of its section, what a change means for a run that
-continues from its `Resume` class, a command's page from its own --help. `page_tables` makes the tables that stand in
-other pages. tests/docs/test_pages.py holds all of them to the code.
+docs/settings.md describes every setting. Type, bounds, default and meaning come from the schema of the setting's
+section. The note about resuming comes from the setting's `Resume` class. docs/commands.md describes every command with
+its own --help. `page_tables` makes the tables in other pages. tests/docs/test_pages.py checks that all of them are up
+to date.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from txl_dist.config.load import Config, resume_policy
 DOCS = Path(__file__).parents[2] / "docs"
 MADE_BY = "<!-- Made by tools/checks/reference_pages.py: edit the code. -->"
 HIGHEST_SHOWN = 999
-"""Higher upper bounds only catch slips of the hand. The page does not list them."""
+"""Largest upper bound that the page lists. Larger bounds only catch typing errors."""
 FEWEST_COMMANDS = 2
 """A flag with the same text in at least this many commands is listed once."""
 TYPE_NAMES = {"integer": "Integer", "number": "Number", "string": "Text", "boolean": "Boolean"}
@@ -83,7 +85,7 @@ txl completion fish > ~/.config/fish/completions/txl.fish
 
 
 def settings_page() -> str:
-    """Markdown of docs/settings.md: a heading per setting, so that each can be linked and searched."""
+    """Return the Markdown of docs/settings.md. Each setting has a heading, so that it can be linked and searched."""
     parts = [SETTINGS_HEAD]
     for section, info in Config.model_fields.items():
         schema = type(info.default).model_json_schema()
@@ -104,19 +106,20 @@ class HelpEntry(NamedTuple):
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is a flag, not a positional argument."""
+        """Whether the entry is a flag and not a positional argument."""
         return self.spelling.startswith("-")
 
 
 class CommandHelp(NamedTuple):
-    """Help of a command in parts."""
+    """Help of a command, divided into its description and its arguments."""
 
     description: str
     entries: list[HelpEntry]
 
 
 def commands_page() -> str:
-    """Markdown of docs/commands.md: the help of each command, without settings and flags of several commands."""
+    """Return the Markdown of docs/commands.md: the flags that several commands share, then the help of each command
+    without them."""
     helps = {command: _parse_help(help_text(command)) for command in COMMANDS if command != "launch"}
     commands_of_flag: dict[HelpEntry, list[str]] = {}
     for command, parsed in helps.items():
@@ -144,7 +147,7 @@ def commands_page() -> str:
 
 
 def _command_lines(command: str, parsed: CommandHelp, common: Collection[HelpEntry]) -> list[str]:
-    """Lines of a command: usage, description, and the entries that are not in `common`."""
+    """Return the lines of a command: usage, description, and the entries that are not in `common`."""
     entries = [entry for entry in parsed.entries if entry not in common]
     if command == "train":
         entries = [entry for entry in entries if not entry.spelling.startswith("--") or "." not in entry.spelling]
@@ -155,7 +158,7 @@ def _command_lines(command: str, parsed: CommandHelp, common: Collection[HelpEnt
 
 
 def _parse_help(text: str) -> CommandHelp:
-    """Take the help of a command apart: usage, description, then sections, each with a heading over a rule."""
+    """Parse the help of a command: usage and description, then sections, each with a heading above a rule."""
     lines = [line.rstrip().removeprefix(" ") for line in text.splitlines()]
     headings = [index - 1 for index, line in enumerate(lines) if re.fullmatch("-{5,}", line)]
     usage_and_description = "\n".join(lines[: headings[0]])
@@ -172,7 +175,8 @@ def _parse_help(text: str) -> CommandHelp:
 
 
 def _plain_entry(entry: HelpEntry) -> HelpEntry:
-    """Write an entry without the notation of tyro. Positional arguments are required, so they do not say so."""
+    """Return an entry without the notation of tyro. All positional arguments are required, so the mark `[required]` is
+    removed."""
     plain = HelpEntry(_plain_spelling(entry.spelling), _plain_default(entry.text))
     if plain.is_flag:
         return plain
@@ -180,7 +184,7 @@ def _plain_entry(entry: HelpEntry) -> HelpEntry:
 
 
 def _plain_spelling(spelling: str) -> str:
-    """Write an argument without the notation of tyro: `--out {None}|PATH` becomes `--out=PATH`."""
+    """Return an argument without the notation of tyro: `--out {None}|PATH` becomes `--out=PATH`."""
     spelling = re.sub(r"\[*(\w+) \[\1 \.\.\.\]+", r"\1 ...", spelling)
     spelling = re.sub(r"^(?:-\w, )?(--[\w-]+), --no-.*", r"\1", spelling)
     spelling = spelling.replace("{None}|", "").replace("-h, --help", "--help")
@@ -189,7 +193,7 @@ def _plain_spelling(spelling: str) -> str:
 
 
 def _plain_default(text: str) -> str:
-    """Write a default in brackets; one that is empty or off is left out."""
+    """Return the text with its default in brackets. A default that is empty or off is removed."""
     text, mark, default = text.rpartition(" (default: ")
     default = default.removesuffix(")")
     if not mark:
@@ -198,14 +202,14 @@ def _plain_default(text: str) -> str:
 
 
 def _wrapped(entry: HelpEntry) -> str:
-    """Write an entry in lines of at most 110 columns; the lines after the first are indented."""
+    """Return an entry in lines of at most 110 columns. The lines after the first are indented."""
     return textwrap.fill(
         f"{entry.spelling}  {entry.text}", 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
 
 
 def help_text(command: str) -> str:
-    """What `txl COMMAND --help` prints into a pipe: 100 columns of ASCII, without colour."""
+    """Return the output of `txl COMMAND --help` into a pipe: 100 columns of ASCII, without colour."""
     printed = io.StringIO()
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}),
@@ -262,11 +266,12 @@ def _escaped(text: str) -> str:
 
 
 PAGES = {"settings.md": settings_page, "commands.md": commands_page}
-"""Pages that are made from the code as a whole."""
+"""Pages that are made completely from the code."""
 
 
 def page_now(name: str) -> str:
-    """Return what a page of docs/ should hold by the code as it is now. Raises ValueError for a page without marks."""
+    """Return the text of a page of docs/ for the current code. Raises ValueError if a page does not contain the
+    comments of its table."""
     if name in PAGES:
         return PAGES[name]()
     title, make_table = TABLES[name]
@@ -274,7 +279,7 @@ def page_now(name: str) -> str:
 
 
 def stale_pages() -> list[str]:
-    """Names of the pages in docs/ that are not what the code gives now."""
+    """Return the names of the pages in docs/ that differ from the text for the current code."""
     stale = []
     for name in (*PAGES, *TABLES):
         path = DOCS / name
@@ -284,7 +289,7 @@ def stale_pages() -> list[str]:
 
 
 def run() -> int:
-    """Write the pages, or with --check name those that are stale."""
+    """Write the stale pages, or with --check name them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is stale")
     stale = stale_pages()

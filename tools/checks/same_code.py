@@ -1,12 +1,12 @@
-"""Prove that a commit only moved code: the syntax trees before and after are equal, with module names mapped.
+"""Prove that a commit only moved code: the syntax trees before and after it are equal, with module names mapped.
 
     python -m tools.checks.same_code --before OLD --moves moves.txt
     python -m tools.checks.same_code --before OLD --after NEW --moves moves.txt --folders txl_dist tests
 
-A line of the table of moves is `OLD NEW`, two paths within the checkout; blank lines and lines after # do not count.
-A file that is not in it has stayed. Imports are left out of the comparison, because formatters sort them anew; that
-they name what exists is for mypy and the tests to say. In all other code a text that names an old module, dotted or as
-a path, is mapped before it is compared. Exit code 1 if a file differs, is missing or is new.
+A line of the table of moves is `OLD NEW`, two paths within the checkout. Blank lines and text after # are ignored. A
+file that is not in the table was not moved. Imports are not compared, because formatters sort them again. mypy and the
+tests check that imported names exist. In all other code, each dotted name or path of an old module is replaced by the
+new one before the comparison. The exit code is 1 if a file differs, is missing or is new.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDERS = ("txl_dist", "tests", "tools")
 
 
 def read_moves(path: Path) -> dict[str, str]:
-    """Read a table of moves: new path by old path."""
+    """Return the table of moves: the new path by the old path."""
     moves = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         words = line.partition("#")[0].split()
@@ -33,7 +33,7 @@ def read_moves(path: Path) -> dict[str, str]:
 
 
 class Renaming:
-    """Maps the names of moved modules in texts and in expressions."""
+    """Replaces the names of moved modules in texts and in code."""
 
     def __init__(self, moves: dict[str, str]) -> None:
         self._pairs = dict(moves)
@@ -45,7 +45,7 @@ class Renaming:
         self._pattern = re.compile(rf"(?<![\w/])(?:{words})(?!\w)") if moves else None
 
     def of_text(self, text: str) -> str:
-        """A text with the new names in the place of the old ones."""
+        """Return a text with the new names instead of the old ones."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: self._pairs[match[0]], text)
@@ -56,16 +56,16 @@ def _dotted(path: str) -> str:
 
 
 def canonical(source: str, renaming: Renaming) -> str:
-    """The code of a file in one form: no imports, no docstrings, module names mapped."""
+    """Return the code of a file in a canonical form: without imports and docstrings, with module names mapped."""
     text = ast.unparse(_WithoutImports().visit(ast.parse(source)))
     return renaming.of_text(text)
 
 
 class _WithoutImports(ast.NodeTransformer):
-    """Removes imports and docstrings, and fills a body that is empty then."""
+    """Removes imports and docstrings. A body that is then empty becomes `pass`."""
 
     def visit(self, node: ast.AST) -> ast.AST:
-        """Remove what does not count below a node."""
+        """Remove imports and docstrings below a node."""
         body = getattr(node, "body", None)
         if isinstance(body, list):
             kept = [one for one in body if not isinstance(one, ast.Import | ast.ImportFrom) and not is_docstring(one)]
@@ -74,12 +74,12 @@ class _WithoutImports(ast.NodeTransformer):
 
 
 def python_files(root: Path, folders: tuple[str, ...]) -> set[str]:
-    """Every Python file in some folders of a checkout, as a path within it."""
+    """Return the path of every Python file in some folders of a checkout."""
     return {path.relative_to(root).as_posix() for folder in folders for path in (root / folder).rglob("*.py")}
 
 
 def differences(before: Path, after: Path, moves: dict[str, str], folders: tuple[str, ...]) -> list[str]:
-    """Name every file whose code is not what it was, is missing or is new."""
+    """Return a line for every file that differs, is missing or is new."""
     renaming = Renaming(moves)
     old_files, new_files = python_files(before, folders), python_files(after, folders)
     expected = {moves.get(old, old): old for old in old_files}
@@ -103,10 +103,10 @@ def _first_difference(was: str, now: str) -> str:
 
 
 def main() -> int:
-    """Compare two checkouts; print what differs."""
+    """Compare two checkouts and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="checkout before the moves")
-    parser.add_argument("--after", type=Path, default=ROOT, help="checkout after them")
+    parser.add_argument("--after", type=Path, default=ROOT, help="checkout after the moves")
     parser.add_argument("--moves", type=Path, required=True, help="table of moves")
     parser.add_argument("--folders", nargs="+", default=FOLDERS, help="folders to compare")
     options = parser.parse_args()

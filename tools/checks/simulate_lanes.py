@@ -1,12 +1,13 @@
-"""A run without a model: the arithmetic of every rank at every step, and proof that together they read each token once.
+"""Compute which tokens every rank reads at every step, without a model, and check that each token is read once.
 
-`python -m tools.checks.simulate_lanes` takes 4,096 lanes over 512 ranks, 1,000 shards and 10,000 steps, about 21
-billion tokens, in two and a half epochs. `--ramp-to 8192` doubles lanes and ranks half way, in the middle of an epoch.
+`python -m tools.checks.simulate_lanes` simulates 4,096 lanes (batch rows) on 512 ranks, 1,000 shards and 10,000 steps.
+These are about 21 billion tokens in two and a half epochs. `--ramp-to 8192` doubles lanes and ranks after half of the
+steps, in the middle of an epoch.
 
-For each rank the positions of its lanes at all steps are located with `LanePlan`, as the loader does, but all at once.
-Proof: the pieces that a lane reads of an epoch touch, so they are one range per lane (or per range of the rest, where
-lanes were cut anew); the ranges of all lanes do not overlap; and they add up to the epoch but for fewer tokens than
-lanes.
+For each rank the program computes the positions of its lanes at all steps with `LanePlan`, as the loader does, but for
+all steps at once. It then checks three facts. The pieces that a lane reads in an epoch are consecutive, so they form
+one range per lane (or per range of unread tokens, after the number of lanes has changed). The ranges of all lanes do
+not overlap. Their sum is the whole epoch, except for fewer tokens than there are lanes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SEED = 1
 
 
 class Pieces(NamedTuple):
-    """Ranges of tokens: [first, end) of an epoch, read by a lane at a step. All fields [pieces]."""
+    """Ranges of tokens [first, end) of an epoch, each read by a lane at a step. All fields have the shape [pieces]."""
 
     epoch: Int64s
     first: Int64s
@@ -38,17 +39,18 @@ class Pieces(NamedTuple):
 
 
 class RankFacts(NamedTuple):
-    """What one rank does over the run."""
+    """Figures of one rank over the run."""
 
     max_open_shards: int
-    """Different shards in one step, the one that is entered at a border among them."""
+    """Largest number of different shards in one step, including a shard that is entered during the step."""
     shards: int
-    """Shards opened over the run, counted again in each epoch."""
+    """Number of shards opened over the run. A shard counts again in each epoch."""
     tokens: int
 
 
 def tokens_at(plan: LanePlan, lane: Int64s, position: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """(epoch, token in its order, tokens of the piece from it on) as `LanePlan.token_at` finds them, all at once."""
+    """Return (epoch, token in its order, remaining tokens of the piece) for many positions. `LanePlan.token_at` finds
+    the same for one."""
     is_first = position < plan.first_stripe_len
     in_rest = plan.token_in_rest(lane, np.minimum(position, max(plan.first_stripe_len - 1, 0)))
     behind = plan.token_after_rest(lane, np.maximum(position, plan.first_stripe_len))
@@ -57,7 +59,7 @@ def tokens_at(plan: LanePlan, lane: Int64s, position: Int64s) -> tuple[Int64s, I
 
 
 def pieces_of(plan: LanePlan, lanes: range, *, steps: int, segment_len: int) -> Pieces:
-    """Everything that some lanes read in so many steps, step by step within a lane."""
+    """Return all ranges that some lanes read in `steps` steps, ordered by lane and step."""
     lane, step = (grid.reshape(-1) for grid in np.meshgrid(np.array(lanes), np.arange(steps), indexing="ij"))
     position, remaining = step * segment_len, np.full(len(lane), segment_len)
     found: list[Pieces] = []
@@ -68,14 +70,14 @@ def pieces_of(plan: LanePlan, lanes: range, *, steps: int, segment_len: int) -> 
         goes_on = remaining > count
         lane, step = lane[goes_on], step[goes_on]
         position, remaining = (position + count)[goes_on], (remaining - count)[goes_on]
-    # A segment's second piece belongs behind its first: the sort is stable.
+    # The sort is stable, so a segment's second piece stays after its first.
     joined = Pieces(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
     order = np.argsort(joined.lane * steps + joined.step, kind="stable")
     return Pieces(*(values[order] for values in joined))
 
 
 def merged(pieces: Pieces) -> Pieces:
-    """Touching pieces of a lane made one: what is left are its ranges."""
+    """Join consecutive pieces of a lane. The result contains the ranges of each lane."""
     breaks = (
         (pieces.lane[1:] != pieces.lane[:-1])
         | (pieces.epoch[1:] != pieces.epoch[:-1])
@@ -89,7 +91,7 @@ def merged(pieces: Pieces) -> Pieces:
 
 
 def facts_of(shard_tokens: Int64s, pieces: Pieces, *, steps: int) -> RankFacts:
-    """Which shards the rank has open."""
+    """Count the shards that the rank has open."""
     num_shards = len(shard_tokens)
     shards = np.empty((2, len(pieces.first)), np.int64)
     for epoch in np.unique(pieces.epoch):
@@ -106,7 +108,8 @@ def facts_of(shard_tokens: Int64s, pieces: Pieces, *, steps: int) -> RankFacts:
 
 
 def check_each_token_once(ranges: list[Pieces], *, num_tokens: int, most_left_out: int) -> Iterator[str]:
-    """A line per epoch. Raises AssertionError if a token was read twice, or one of a finished epoch not at all."""
+    """Yield a line per epoch. Raises AssertionError if a token was read twice, or if a finished epoch has too many
+    unread tokens."""
     joined = Pieces(*(np.concatenate(parts) for parts in zip(*ranges, strict=True)))
     last = int(joined.epoch.max())
     for epoch in range(last + 1):
@@ -123,7 +126,7 @@ def check_each_token_once(ranges: list[Pieces], *, num_tokens: int, most_left_ou
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Simulate the run and print the figures and the checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lanes", type=int, default=4096)
     parser.add_argument("--ranks", type=int, default=512)
@@ -145,7 +148,7 @@ def main() -> None:
         cut = LanePartition(num_lanes, cut.epoch, cut.unread)
         facts = []
         for rank in range(world_size):
-            # Each rank plans for itself: nothing is shared with the others.
+            # Each rank makes its own plan. Ranks share nothing.
             plan = LanePlan(tokens, cut, seed=SEED, document_tokens=lambda shard: tokens[shard : shard + 1])
             lanes = lanes_of_rank(num_lanes, rank=rank, world_size=world_size)
             pieces = pieces_of(plan, lanes, steps=steps, segment_len=arguments.segment_len)

@@ -1,4 +1,4 @@
-"""Python sources of the package as the counting programs see them: files, definitions, docstrings."""
+"""Python sources of the package for the programs that count: files, definitions and docstrings."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Docstring(NamedTuple):
-    """One docstring, and where it stands."""
+    """One docstring and its place."""
 
     place: str
     """`path:line` relative to the checkout."""
     kind: str
-    """module, class, function, or field (a string below an assignment)."""
+    """`module`, `class`, `function`, or `field` (a string below an assignment)."""
     name: str
-    """Dotted name of what it describes, without the module."""
+    """Dotted name of the described object, without the module."""
     text: str
 
 
 def package_files(root: Path) -> list[Path]:
-    """Every Python file of the package in a checkout, sorted by path."""
+    """Return every Python file of the package in a checkout, sorted by path."""
     return sorted((root / PACKAGE).rglob("*.py"))
 
 
 def parse(path: Path) -> ast.Module:
-    """Read a file into its syntax tree."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def is_docstring(node: ast.AST) -> TypeGuard[ast.Expr]:
-    """Say whether a statement is a string alone: of a module, class or function, or below a field."""
+    """Return whether a statement is only a string, as for a module, class or function, or below a field."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
@@ -63,7 +63,7 @@ def _docstrings_in(parent: ast.AST, file: str, *, kind: str, name: str) -> Itera
 
 
 def _assigned_name(node: ast.stmt) -> str:
-    """The name that a statement assigns, or nothing."""
+    """Return the name that a statement assigns, or an empty text."""
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name | ast.Attribute):
         return ast.unparse(node.target)
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Attribute):
@@ -72,5 +72,5 @@ def _assigned_name(node: ast.stmt) -> str:
 
 
 def top_definitions(path: Path) -> list[Definition]:
-    """The functions and classes that a file defines at its top."""
+    """Return the functions and classes that a file defines at its top level."""
     return [node for node in parse(path).body if isinstance(node, Definition)]

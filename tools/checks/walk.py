@@ -1,17 +1,17 @@
-"""Follow the settings through a training's start and count the steps that a reader makes.
+"""Follow the settings through the start of a training run, and count the steps of a reader of this code.
 
     python -m tools.checks.walk                    # this checkout
     python -m tools.checks.walk --root CHECKOUT
-    python -m tools.checks.walk --list             # also every function on the way, in the order of the calls
+    python -m tools.checks.walk --list             # also every function of the path, in the order of the calls
 
-The program trains a tiny model for two steps in this process, on one rank. It notes each function of the package that
-is called on the main thread with the settings: an argument that is a `Config`, a section of one, or an object that has
-one as its attribute `config`. The way begins at train/start.py. A function is noted at its first call. Three numbers:
+The program trains a tiny model for two steps in this process, on one rank. It records each function of the package that
+is called on the main thread with the settings. The settings are an argument that is a `Config`, a section of a
+`Config`, or an object whose attribute `config` is one of these. The path begins at train/start.py. A function is
+recorded at its first call. The program prints three numbers:
 
-- stays: stretches of consecutive functions in one file;
-- files: files that are visited;
-- climbs: stays in a file above that of the stay before. A file's height is one more than the highest file that it
-  imports; a file that imports none of the package has height 0.
+- stays: groups of consecutive functions in one file; - files: files of the path; - climbs: stays in a file with a
+greater height than the file of the stay before. The height of a file is one more than   the greatest height of the
+files that it imports. A file that imports none of the package has height 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BEGIN = "train/start.py"
 
 
 class Place(NamedTuple):
-    """A function on the way."""
+    """A function of the path."""
 
     file: str
     """Path within the package."""
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a reader does on the way."""
+    """Counts of a path."""
 
     functions: int
     stays: int
@@ -54,13 +54,13 @@ class Counts(NamedTuple):
 
 
 def heights(root: Path) -> dict[str, int]:
-    """The height of each file of the package in a checkout, by its path within the package."""
+    """Return the height of each file of the package in a checkout, by its path within the package."""
     base = root / PACKAGE
     files = {path.relative_to(base).as_posix(): path for path in package_files(root)}
-    del files["__init__.py"]  # it names what lies above it, and imports that on demand
+    del files["__init__.py"]  # it imports modules on demand, so its height has no meaning
     needs = {file: set(imported_files(parse(path), base)) & files.keys() - {file} for file, path in files.items()}
     result = dict.fromkeys(files, 0)
-    for _ in files:  # no circles, so the heights have settled by then
+    for _ in files:  # imports have no cycles, so the heights are then final
         before = dict(result)
         for file, others in needs.items():
             result[file] = max((result[other] + 1 for other in others), default=0)
@@ -70,7 +70,7 @@ def heights(root: Path) -> dict[str, int]:
 
 
 def imported_files(tree: ast.Module, base: Path) -> Iterator[str]:
-    """The files of the package that a file imports, also inside functions."""
+    """Yield the files of the package that a file imports, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
             folder = "/".join((node.module or "").split(".")[1:])
@@ -80,14 +80,14 @@ def imported_files(tree: ast.Module, base: Path) -> Iterator[str]:
 
 
 def count(places: list[Place], height: dict[str, int]) -> Counts:
-    """Count stays, files and climbs of a way."""
+    """Count the functions, stays, files and climbs of a path."""
     files = [file for file, _ in itertools.groupby(place.file for place in places)]
     climbs = sum(height[after] > height[before] for before, after in itertools.pairwise(files))
     return Counts(len(places), len(files), len(set(files)), climbs)
 
 
 class Recorder:
-    """A profile function that notes the functions which get the settings."""
+    """A profile function that records the functions which are called with the settings."""
 
     def __init__(self, package: Path, kinds: tuple[type, ...]) -> None:
         self.package = f"{package}{os.sep}"
@@ -95,7 +95,7 @@ class Recorder:
         self.places: dict[Place, None] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note the function that is called, if it is one of the package and gets the settings."""
+        """Record the called function if it belongs to the package and gets the settings."""
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(self.package):
             return
@@ -112,7 +112,7 @@ class Recorder:
 
 
 def write_inputs(folder: Path) -> list[str]:
-    """Write a text and the settings of a tiny run; return the words of the command that prepares the text."""
+    """Write a text and the settings of a tiny run. Return the arguments of the command that prepares the text."""
     text = " ".join(str(number) for number in range(4000))
     (folder / "text.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
     (folder / "tiny.toml").write_text(
@@ -145,7 +145,7 @@ every_steps = 1
 
 
 def _first_module(*names: str) -> Any:
-    """Import the first of the package's modules that this version of it has."""
+    """Import the first of these modules that exists in this version of the package."""
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(f"{PACKAGE}.{name}")
@@ -153,7 +153,7 @@ def _first_module(*names: str) -> Any:
 
 
 def record(root: Path) -> list[Place]:
-    """Train with the package of a checkout and return the functions on the way."""
+    """Train with the package of a checkout and return the functions of the path."""
     sys.path.insert(0, str(root))
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     import txl_dist
@@ -167,7 +167,7 @@ def record(root: Path) -> list[Place]:
         folder = Path(scratch).resolve()
         prepare = write_inputs(folder)
         if cli.main(prepare):
-            raise SystemExit("the text was not prepared")
+            raise SystemExit("txl prepare failed for the test text")
         sys.setprofile(recorder)
         try:
             code = cli.main(["train", str(folder / "tiny.toml")])
@@ -179,10 +179,10 @@ def record(root: Path) -> list[Place]:
 
 
 def main() -> None:
-    """Print the counts, and the way if asked."""
+    """Print the counts, and with --list the path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to measure")
-    parser.add_argument("--list", action="store_true", help="list every function on the way")
+    parser.add_argument("--list", action="store_true", help="list every function of the path")
     options = parser.parse_args()
     root: Path = options.root.resolve()
     places = record(root)

@@ -15,20 +15,20 @@ def test_the_page_is_what_the_code_gives() -> None:
 
 def test_a_part_of_a_function_that_would_be_left_out_is_found() -> None:
     assert "return memory" in model_page('CODE memory.py attended until "return "\nCODE memory.py attended\n')
-    with pytest.raises(ValueError, match="not shown to the end: attended"):
+    with pytest.raises(ValueError, match="functions are not shown: attended"):
         model_page('CODE memory.py attended until "return "\n')
-    with pytest.raises(ValueError, match="attended: nothing is left"):
+    with pytest.raises(ValueError, match="attended: all of its lines are shown"):
         model_page(WHOLE + WHOLE)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("CODE memory.py forgotten\n", "forgotten: there are 0"),
-        ("CODE memory.py Memory.forgotten\n", "Memory.forgotten: there are 0 of forgotten"),
-        ('CODE memory.py attended until "no such line"\n', "'no such line' stands in 0 of the lines"),
-        (WHOLE + '> "no such line" x = y\n', "'no such line' stands in 0 of the lines"),
-        (WHOLE + '> "memory" x = y\n', "'memory' stands in [^01] of the lines"),
+        ("CODE memory.py forgotten\n", "forgotten: the module has 0 definitions"),
+        ("CODE memory.py Memory.forgotten\n", "Memory.forgotten: the module has 0 definitions of forgotten"),
+        ('CODE memory.py attended until "no such line"\n', "'no such line' is in 0 of the remaining lines"),
+        (WHOLE + '> "no such line" x = y\n', "'no such line' is in 0 of the remaining lines"),
+        (WHOLE + '> "memory" x = y\n', "'memory' is in [^01] of the remaining lines"),
     ],
 )
 def test_words_that_name_what_is_not_there_make_no_page(words: str, message: str) -> None:
