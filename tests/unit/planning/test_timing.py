@@ -64,7 +64,7 @@ def test_the_check_fails_where_a_row_is_off_by_more_than_30_percent(
     assert plan.main([]) == 0
     monkeypatch.setitem(plan.RECIPES, "base", plan.RECIPES["large"])
     assert plan.main([]) == 1
-    assert "predicted, not measured" in capsys.readouterr().out
+    assert "predicted speed (not measured)" in capsys.readouterr().out
 
 
 def test_a_product_is_its_operations_and_its_operands() -> None:
