@@ -23,7 +23,7 @@ checkpoint."""
 _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that must not reach a terminal: control characters, marks of writing direction, and lone surrogates."""
 _BREAKS = re.compile(r"[\t\n\u2028\u2029]")
-"""Characters that end a line or move within a line."""
+"""Tab and the characters that end a line, which `one_line` escapes in addition."""
 
 
 def escaped(text: str) -> str:

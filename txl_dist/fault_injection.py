@@ -12,7 +12,7 @@ Kinds:
     term     SIGTERM to this process            raise    RuntimeError, which no code expects
     hang     sleep for ever                     spin     hold the interpreter lock for ever
     enospc   OSError: no space left on device   eio      OSError: input/output error
-    slow     sleep for 2 s                      trace    only announced, every time: lists all places
+    slow     sleep for 2 s                      trace    every match is announced, nothing else happens
     nan, inf, spike, skip, flip                 returned, for the caller to act on
 """
 

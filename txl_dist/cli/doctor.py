@@ -1,4 +1,4 @@
-"""`txl doctor`: check machines before a run: versions, devices, memory, disks, networks."""
+"""`txl doctor`: check the versions, devices, memory, disks and networks of machines before a run."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ def _check_one_source(
 
 
 def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> None:
-    """Refuse a pipe for a memory, and a path for a memory where no file can be written. Raises ConfigError."""
+    """Refuse `-` (a pipe) as the file of a memory, and a path of --save-memory that exists but is not a file. Raises
+    ConfigError."""
     if save_memory is not None and save_memory.exists() and not save_memory.is_file():
         raise ConfigError(f"cannot write {save_memory}: the path is not a file. Name another file with --save-memory.")
     if _PIPE in (load_memory, save_memory):

@@ -66,7 +66,7 @@ CHOICES = {
     "--log_level": ("debug", "info", "warning", "error", "critical"),
     "--autotuning": ("tune", "run"),
 }
-"""Flags of the launcher whose value is one of a few words, each flag with these words."""
+"""Flags of the launcher whose value is one of a few words, each flag with the words that it allows."""
 TRAIN_FLAGS = ("resume", "max_time", "profile", "dry_run", "all", "ranks", "init")
 """Flags of `txl train` that are not settings."""
 RANKS_PER_CORE = 4
@@ -96,8 +96,8 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
     """Train under the `deepspeed` launcher, and return the exit code.
 
     `read_settings` is a function that returns the settings of the run. It gets the words that follow the launcher's
-    flags, and True if all ranks will run on this machine. In that case it also checks the paths that the ranks will
-    use. Raises ConfigError.
+    flags, and True if all ranks will run on this machine. In that case `read_settings` also checks the paths that the
+    ranks will use. Raises ConfigError.
     """
     verbose = "--verbose" in words
     words = [word for word in words if word != "--verbose"]

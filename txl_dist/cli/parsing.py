@@ -322,7 +322,7 @@ def _name(word: str) -> str:
 def _missing(missing: Sequence[Argument], words: Sequence[str], *, prog: str) -> str:
     """Return the message for required arguments that were not given.
 
-    If several words have no flag, the last word may have been meant for --out.
+    If --out is missing and several words have no flag, the message suggests --out with the last such word.
     """
     descriptions = []
     for argument in missing:

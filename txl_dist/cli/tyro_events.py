@@ -41,7 +41,8 @@ class Argument(NamedTuple):
     help: str
     """Help text of the argument, in one line without the default."""
     choices: tuple[str, ...]
-    """Values that the argument can take. It is empty if there are many."""
+    """Values that the argument can take, if the usage line lists them. It is empty for any other argument, and for a
+    switch."""
     takes: Literal["nothing", "one", "many"]
     """Number of values that follow the flag."""
     is_required: bool

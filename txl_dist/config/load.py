@@ -230,8 +230,8 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
 
 
 def _order_rules(config: Config) -> list[tuple[bool, str]]:
-    """Return the rules for models that predict in any order (XLNet). A rule is a pair: True if the settings obey the
-    rule, and the message if they do not."""
+    """Return the rules for models that predict in any order (XLNet). A rule is a pair (whether the settings obey the
+    rule, message for settings that do not obey it)."""
     model = config.model
     train = config.train
     is_permutation = train.objective == "permutation"

@@ -7,10 +7,10 @@
     phases = ["until=0.5 num_lanes=128 segment_len=16 memory_len=32"]
 
 A run may begin with short segments (Press et al. 2021, Shortformer). In this example the first half of the steps has
-many lanes and short segments. After the listed phases the section's own values apply. Steps of all phases have equally
-many tokens, so half of the steps are half of the tokens. Between two phases the run continues like a run that is
-resumed with other lengths. If the number of lanes changes, the unread tokens are divided among the new lanes, whose
-memories begin empty. Each token is still read once.
+many lanes and short segments. After the listed phases the values of the section itself apply (num_lanes = 32,
+segment_len = 64). Steps of all phases have equally many tokens, so half of the steps are half of the tokens. Between
+two phases the run continues like a run that is resumed with other lengths. If the number of lanes changes, the unread
+tokens are divided among the new lanes, whose memories begin empty. Each token is still read once.
 
 A `Config` of one phase has the values of that phase in its section [train]. Its list `phases` has all phases, including
 the last phase. So the config of a phase can be computed from the config of any other phase (`at_step`, `whole`). The

@@ -352,8 +352,8 @@ class OptimSection(Section):
     def state_bytes(self, *, of_matrices: bool = False) -> int:
         """Return the bytes of optimizer state per parameter, in fp32.
 
-        The average of the weights, if there is one, is included. Some optimizers keep less state for the matrices of
-        blocks (`of_matrices`).
+        The average of the weights, if there is one, is included. With `of_matrices` the result is for a parameter of
+        the blocks' matrices, for which some optimizers keep less state.
         """
         if of_matrices:
             own = self.kind.matrix_state_bytes

@@ -69,7 +69,7 @@ def clock(seconds: float) -> str:
 
 
 def format_count(value: float, *, digits: int = 3) -> str:
-    """Format a number with `digits` digits and k, M, G or T: 131,072,000 is 131M, 0.00025 is 0.00025.
+    """Format a number with `digits` significant digits and k, M, G or T: 131,072,000 is 131M, 0.00025 is 0.00025.
 
     A number below 10,000 has one more digit. A number from 1e15 on has an exponent. A number that is not finite is `-`.
     """

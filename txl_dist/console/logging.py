@@ -41,8 +41,8 @@ class GrowingFile:
     def __init__(self, path: Path, *, separator: bytes = b"") -> None:
         """Keep the path without opening the file.
 
-        The separator is written after each piece. The separator is also written before the first piece if the file ends
-        without it, because a run was killed.
+        The separator is written after each piece. If a run was killed, the file can end without the separator. In that
+        case the separator is also written before the first piece.
         """
         self.path = path
         self._separator = separator
@@ -104,7 +104,7 @@ class _StandardError(logging.StreamHandler[Any]):
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """Ignore the value, because the stream is always the current `sys.stderr`."""
+        """Ignore a stream that is assigned, because the handler always writes to the current `sys.stderr`."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:

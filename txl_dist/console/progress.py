@@ -31,8 +31,8 @@ class Progress:
     ) -> None:
         """Start at `done`, the amount that was finished before and does not count for the rate.
 
-        A `total` of 0 means that it is unknown. `every_s` is the time between two lines in seconds. If it is infinite,
-        only the bar is shown. If `unit` is MB, all amounts are in bytes.
+        A `total` of 0 means that the total is unknown. `every_s` is the time between two lines in seconds. With an
+        infinite `every_s` only the bar is shown, and no lines. If `unit` is MB, all amounts are in bytes.
         """
         self._what = what
         self._total = total

@@ -62,7 +62,7 @@ def _plain(name: str) -> str:
 
 
 def _similarity(name: str, other: str) -> tuple[float, bool]:
-    """Return (similarity of two names, whether it is the similarity of the keys without their sections)."""
+    """Return (similarity of two names, True if only the keys were compared, without their sections)."""
     whole = SequenceMatcher(None, name, other).ratio()
     if "." not in other:
         return whole, False

@@ -57,7 +57,8 @@ from txl_dist.train.report.permutation_loss import OrderLosses, evaluate_orders,
 TOKENS_PER_SCORED = 64
 """Pseudo-likelihood scores one token out of this number of tokens."""
 _PRINTED_RANKS = 4
-"""Largest number of parts of a half's order of prediction whose losses are printed."""
+"""Largest number of losses that are printed for one half. Each loss is over a range of places in the order of
+prediction."""
 _TITLES: dict[Prediction, str] = {
     "random_order": "random orders",
     "left_to_right": "left to right",
@@ -334,10 +335,11 @@ def _scored_per_segment(half: Half) -> int:
 
 
 def scored_places(segment: Segment, half: Half, *, lanes: range, position: int) -> Int64s:
-    """Draw the positions in a segment of the tokens that pseudo-likelihood scores. The shape is [B, N].
+    """Draw the positions in a segment of the tokens that pseudo-likelihood scores. The shape is [B, N], with N tokens
+    for each of the B lanes (batch rows).
 
     `position` is the lanes' position in the text. The first token of the segment and the first token of a document are
-    not drawn. A row with fewer other tokens has -1 in their place.
+    not drawn. If fewer than N tokens of a row can be drawn, the rest of the row is -1.
     """
     num_scored = _scored_per_segment(half)
     places_BN = np.full((len(lanes), num_scored), -1, np.int64)
@@ -352,7 +354,7 @@ def scored_places(segment: Segment, half: Half, *, lanes: range, position: int) 
 
 
 def single_token_targets(place_B: Int64s, halves: tuple[Half, ...]) -> TargetBatch:
-    """Return one target for each lane (batch row), which sees all other tokens of its half and of earlier halves.
+    """Return one target for each lane (batch row). The target sees all other tokens of its half and of earlier halves.
 
     No other token sees the target. A place of -1 stands for a row without a target.
     """
@@ -404,7 +406,8 @@ def _result(evaluation: Evaluation, plan: _Plan) -> Result:
 
 
 def units_of(split: Split, overrides: Overrides, config: Config) -> TextUnits:
-    """Return the units of the printed table: bits per byte if the text is predicted from left to right."""
+    """Return the units of the printed table. They include bits per byte only if the text is predicted from left to
+    right."""
     if "left_to_right" in overrides.prediction and not config.data.document_mask:
         return text_units([split], mask_documents=False)
     return text_units([split], mask_documents=config.data.document_mask, unscored=config.train.unscored)

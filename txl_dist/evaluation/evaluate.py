@@ -30,7 +30,7 @@ from txl_dist.report.pictures import chart_over_lengths
 STATIC = AdaptationOptions()
 """Settings of an evaluation in which the model does not adapt to the text."""
 _LARGEST_EXPONENT = 700.0
-"""Largest exponent that is used, because exp overflows above 709."""
+"""Largest exponent with which a perplexity per word is computed, because exp overflows above 709."""
 
 
 def evaluate_trained(

@@ -75,8 +75,8 @@ def _number(key: str, value: float) -> str:
 
 
 def part_lines(result: Result) -> list[str]:
-    """Return lines with the loss by vocabulary cluster and by position in the segment, if the result has several of
-    them.
+    """Return a line with the loss by vocabulary cluster, and a line with the loss by position in the segment. A line
+    with only one cluster, or with one range of positions, is left out.
     """
     lines = []
     clusters = result["by_cluster"]

@@ -3,7 +3,7 @@
 Without this module the launcher ends at once on SIGTERM and leaves its ranks running, or it kills ranks that need more
 than 30 s to save. It also exits with 0 after its node launcher was killed. This module starts the launcher in a process
 group of its own:
-    signals       are passed to the ranks of this node. If there are none, RUN/STOP is written, which stops every rank
+    signals       are passed to the ranks of this node. If this node has no rank, RUN/STOP is written to stop all
     end           processes that are left in the group get time to save, and then SIGKILL
     own death     makes the kernel send SIGTERM to the launcher. Then the ranks notice its end, save and exit
     output        useless lines of the launcher are removed (output_filter.py), and a last line says how the run ended

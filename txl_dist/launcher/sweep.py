@@ -1,4 +1,5 @@
-"""`txl sweep`: short runs over a grid of settings, to find the best point and its margin over the spread of seeds.
+"""`txl sweep`: short runs over a grid of settings, to find the best point and its margin over the second-best point.
+The margin is compared with the spread of the seeds.
 
     axes, seeds -> trials, each with its whole configuration -> checks -> run the trials that are not done -> table
 
@@ -53,14 +54,14 @@ from txl_dist.train.monitoring.preemption import LAUNCHED_BY, SIGNALS
 FAILED = 1
 """Exit code of a sweep in which a run failed."""
 DECISIVE = 2.0
-"""Smallest margin between two points, in standard deviations of one run, that is not reported as possible chance."""
+"""Margin between two points, in standard deviations of one run. A smaller margin is reported as possible chance."""
 STOPPED = "stopped (the same command continues)"
 TABLE, PAGE = "sweep.csv", "compare.html"
 _NOT_AN_AXIS = {"run.dir": "--out sets the folder of the runs", "run.seed": "--seeds sets the number of seeds"}
 """Settings that the sweep sets itself, with the flag that controls each setting."""
 _POLL_S = 0.2
 _LOG_TAIL_BYTES = 20_000
-"""Number of bytes at the end of a run's log in which the reason of its end is searched."""
+"""Number of bytes at the end of a run's log that are read to find the reason why the run ended."""
 
 
 class Axis(NamedTuple):

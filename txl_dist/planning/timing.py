@@ -421,7 +421,8 @@ def _newton_schulz_flops(model: ModelSection) -> float:
 
 
 def _host_s(work: Work, gpu: Gpu, program: Program, *, computing: float) -> float:
-    """Return the seconds of host time for a micro-batch that exceed the GPU's time for it."""
+    """Return by how many seconds the host time of a micro-batch exceeds the GPU's time for the same micro-batch. If the
+    host often waits for the GPU, return the whole host time."""
     if work.graphed:
         return 0.0
     needed = program.host_factor * gpu.host_ms / 1e3 * work.model.num_layers * (1 + work.recomputed / 3)

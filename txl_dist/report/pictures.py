@@ -244,7 +244,8 @@ def _lines(run: RunRecords, row: PlotRow, *, hours: float) -> list[Line]:
 
 
 def _omitted_lines(run: RunRecords, row: PlotRow) -> list[str]:
-    """Return sorted sentences about lines for which a picture has no space. A sentence may be empty."""
+    """Return sentences such as "8 of 16 layers." for lines that a picture leaves out, in alphabetical order. The first
+    sentence is empty if a group of lines is shown in full."""
     sentences = set()
     for table in _tables(run, row.of).values():
         for word, prefix in row.columns.items():
@@ -354,7 +355,7 @@ def marks_explained(run: RunRecords) -> str:
 
 
 def _marks(run: RunRecords, row: PlotRow) -> list[Mark]:
-    """Return the marks of a picture: dashed lines for resumptions and rewinds, triangles for other troubles."""
+    """Return the marks of a picture: dashed lines for resumptions and rewinds, triangles for other events."""
     events = _marked_events(run)
     table = RecordTable(
         {
