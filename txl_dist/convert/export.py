@@ -71,7 +71,7 @@ def read_trained(run: Path) -> Trained:
 
 
 def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False) -> T:
-    """Call `use` with a run's newest undamaged checkpoint, or with a checkpoint folder, and return its result.
+    """Call `use` with a run's newest undamaged checkpoint, or with a checkpoint folder, and return the result of `use`.
 
     The function `use` gets the checkpoint's content, and can read a few rows of the weights at a time. With `use_ema`
     the weights are the moving averages. If the run is still training, it does not delete the

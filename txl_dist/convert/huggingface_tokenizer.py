@@ -1,9 +1,11 @@
 """Conversion of this package's tokenizers to pipelines of the library `tokenizers`.
 
-The library needs neither torch nor this package. Before a pipeline is written, its ids and texts are compared with the
-tokenizer's ids and texts, for texts of random ids. These differences remain:
+The library needs neither torch nor this package. Before a pipeline is written, sample texts and texts of random ids are
+encoded and decoded by the pipeline and by this package's tokenizer, and the results are compared. These differences
+remain:
 
-    long texts            bpe and unigram divide texts of more than 64 KiB first. The library does not.
+    long texts            Before bpe and unigram encode a text, they cut it into pieces of about 64 KiB. The library
+                          encodes every text as a whole.
     unknown characters    Without `<unk>` in the vocabulary, the library skips them. This package raises DataError.
     lower case            The library lowers some single letters in another way, for example a final sigma.
     special tokens        With some imported vocabularies, the library reads `</s>` in a text as a special token. This
@@ -57,7 +59,9 @@ def special_tokens_of(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | None:
-    """Return a tokenizer of the library `tokenizers` that gives the same ids and texts, or None if there is none.
+    """Return a tokenizer of the library `tokenizers` that encodes and decodes as `tokenizer` does.
+
+    Returns None if the library has no such tokenizer.
 
     With `begins_documents` the returned tokenizer adds an end-of-text token before each text, if the vocabulary has
     one.

@@ -8,7 +8,7 @@ in their names, but these differ in other ways too:
     cluster_weight     has tail cluster C - i in row i. Here row i has cluster i + 1, so rows are flipped.
     r_w_bias           is shared by all layers, or [L, N, H] with learned positions. Here it is in every layer.
     r_emb, r_bias      are [L, P, ...], with distance 0 in the last row. Here it is in the first row (rows are flipped).
-    tied tensors       are under both of their names, or only under one
+    tied tensors       are in both programs under both of their names, or only under one of them.
 
 Shapes: C tail clusters, L layers, P rows of a table, N heads, H head width.
 """

@@ -1,9 +1,10 @@
 """Import of state dicts of labml's annotated Transformer-XL (labml_nn.transformers.xl).
 
 The model has pre-norm with a final norm, learned relative positions in each layer, and biases on values and on
-attention's output. Embeddings are not scaled, and the output weights are not tied to them. The tables of positions have
-a row for every distance to the past and to the future. A table has 2 P rows, and distance 0 is at row P. A language
-model reads only rows 0 to P, so only these rows are imported. The number of heads is computed from the tables' shape.
+attention's output. Embeddings are not scaled, and the output weights are not tied to the embeddings. The tables of
+positions have a row for every distance to the past and to the future. A table has 2 P rows, and distance 0 is at row P.
+A language model reads only rows 0 to P, so only these rows are imported. The number of heads is computed from the
+tables' shape.
 """
 
 from __future__ import annotations

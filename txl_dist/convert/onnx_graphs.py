@@ -1,7 +1,8 @@
 """Export of a folder that ONNX Runtime runs: a graph for one token, a graph for a chunk of tokens, and the weights.
 
-    token.onnx, chunk.onnx   graphs of fixed lengths, for any number of rows
-    weights.bin              weights of both graphs, each tensor once (a graph file can have at most 2 GiB)
+    token.onnx, chunk.onnx   graphs of fixed lengths, for any number of batch rows
+    weights.bin              weights of both graphs, each tensor once. The weights are not in the graph files, because a
+                             graph file can have at most 2 GiB.
     config.json              names of inputs and outputs, lengths, settings of the model
     tokenizer.json           the tokenizer for the library `tokenizers`
     txl_tokenizer.json       this package's tokenizer, as in a bundle

@@ -331,9 +331,10 @@ def _table_sizes(peer_weights: Weights, *, where: str) -> list[int]:
 
 
 def _div_value(widths: list[int]) -> int:
-    """Return the smallest divisor that gives these widths.
+    """Return the smallest divisor for which cluster i has the width widths[0] // divisor**i.
 
-    If there is no such divisor, return 1. The check of shapes then fails later.
+    `widths` are the widths of the clusters' embeddings. If there is no such divisor, return 1. The check of shapes then
+    fails later.
     """
     if len(widths) == 1:
         smallest = 1

@@ -22,9 +22,10 @@ from txl_dist.io.manifest import describe_file, files_of, replace_folder, write_
 
 @contextmanager
 def replaced_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder for an export. At the end of the block it replaces the folder `out`, if `out` exists.
+    """Yield an empty temporary folder for an export. At the end of the block the folder is renamed to `out`.
 
-    After an error in the block `out` is as before. Raises CheckpointError if the folder cannot be written.
+    An older folder `out` is then deleted. After an error in the block `out` is as before. Raises CheckpointError if the
+    folder cannot be written.
     """
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     remedy = "Choose a folder that can be written."
@@ -39,7 +40,10 @@ def replaced_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(out: Path, *, kind: ArtifactKind) -> Iterator[Path]:
-    """Yield an empty folder for an export. At the end of the block it gets a manifest and replaces the folder `out`.
+    """Yield an empty temporary folder for an export.
+
+    At the end of the block a manifest is written into the folder, and the folder is renamed to `out`. An older folder
+    `out` is then deleted.
 
     Raises CheckpointError if `out` cannot be written, or is neither empty nor an older folder of this kind.
     """

@@ -69,7 +69,7 @@ INERT = {
 MAX_DEPTH = 100
 """Largest depth of nested modules that is read."""
 CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
-"""Pattern of the names in PACKAGES that are read as classes."""
+"""Pattern of a name that counts as the name of a class, in the modules of PACKAGES."""
 
 
 class Inert:
@@ -200,7 +200,8 @@ def _entries(state: dict[str, Any], kind: str) -> list[tuple[str, Any]]:
 
 
 class _Unmapped(io.BufferedReader):
-    """File object without a descriptor. With a descriptor, torch.load would first try to read an old tar archive."""
+    """File object without a descriptor. With a descriptor, torch.load would first try to read the file as a tar archive
+    of an old torch."""
 
     def fileno(self) -> int:
         raise io.UnsupportedOperation("fileno")

@@ -7,7 +7,8 @@ weights are the embeddings. Most tensors differ only in their names, but these d
     q, k, v, r      are [D, N, H]. Here they are matrices [N H, D], and the keys and values are in one matrix.
     o               is [D, N, H]. Here it is a matrix [D, N H].
     mask_emb        is [1, 1, D], the input of every query row. Here it is `target_row`, [D].
-    r_s_bias        and seg_embed are the segment terms. A model without segment terms has zeros there.
+    r_s_bias        and seg_embed are the segment terms: scores that depend on whether two tokens are in the same text
+                    of a pair of texts. If a model of this package has no segment terms, its export has zeros for them.
 
 Shapes: D model width, N heads, H head width.
 """
@@ -103,10 +104,10 @@ class XlnetSettings(PeerSettings):
 
 
 def import_xlnet(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read a folder with a model of Hugging Face's XLNet. Returns the model with our settings and names.
+    """Read a folder with a model of Hugging Face's XLNet. Returns the model with the settings and names of txl_dist.
 
-    `user_settings` are settings, by Hugging Face's names, that replace those of config.json. `seq_len` is the length of
-    a segment. A model of `attn_type` "uni" becomes a Transformer-XL that predicts the next token. Raises
+    `user_settings` are settings, by Hugging Face's names, that replace the settings in config.json. `seq_len` is the
+    length of a segment. A model of `attn_type` "uni" becomes a Transformer-XL that predicts the next token. Raises
     CheckpointError, or DataError for a tokenizer that cannot be read.
     """
     config_file = path / "config.json"
@@ -308,16 +309,21 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens by their names in tokenizer_config.json: XLNet's own, if the vocabulary has them."""
+    """Return the special tokens by their names in tokenizer_config.json.
+
+    If the vocabulary has all of XLNet's special tokens, these are returned. Otherwise the special tokens of this
+    package's tokenizer are returned.
+    """
     if set(SPECIAL_TOKENS.values()) <= set(tokenizer.symbols):
         return SPECIAL_TOKENS
     return special_tokens_of(tokenizer)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write the tokenizer: txl_tokenizer.json, and the files that transformers reads, where they can express it.
+    """Write txl_tokenizer.json, and the tokenizer files of transformers if they can express the tokenizer.
 
-    With XLNet's own vocabulary, transformers puts `<sep> <cls>` after each text, as it does for XLNet's own folder.
+    With XLNet's own vocabulary, transformers puts `<sep> <cls>` after each text, as it does for Hugging Face's folders
+    of XLNet.
     """
     tokenizer.save(folder / TOKENIZERS[0])
     special_tokens = _special_tokens(tokenizer)
@@ -342,7 +348,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def _template(tokenizer: Tokenizer) -> Any:
-    """Return the library's template that puts `<sep> <cls>` after a text or a pair of texts, as XLNet's tokenizer."""
+    """Return the library's template that puts `<sep> <cls>` after a text or a pair of texts, as XLNet's tokenizer
+    does."""
     from tokenizers.processors import TemplateProcessing
 
     return TemplateProcessing(
@@ -355,7 +362,8 @@ def _template(tokenizer: Tokenizer) -> Any:
 def from_xlnet(peer_weights: Weights, model: ModelSection) -> Weights:
     """Return XLNet's weights under this package's names.
 
-    `peer_weights` are those of XLNetLMHeadModel. The tied weight of the softmax is under the embedding's name only.
+    `peer_weights` are the weights of XLNetLMHeadModel. The tied weight of the softmax is under the embedding's name
+    only.
     """
     weights: Weights = {
         "embedding.weight_0": peer_weights[f"{PREFIX}word_embedding.weight"],
@@ -418,7 +426,7 @@ def to_xlnet(weights: Weights, model: ModelSection) -> Weights:
 
 
 def _names_in_layer(model: ModelSection) -> dict[str, str]:
-    """Return this package's name for each tensor of a layer that only changes its name."""
+    """Return this package's name for each name of XLNet, for tensors of a layer that are equal in both programs."""
     if model.segment_terms:
         return _IN_LAYER | _SEGMENT_TERMS
     return _IN_LAYER

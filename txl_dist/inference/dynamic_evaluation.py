@@ -15,7 +15,8 @@ h_j:
 
 Each token is scored before the model adapts to it. The weights of the given model are never written. Functions take and
 return adapted weights as values, like memories. Dynamic evaluation costs a backward pass per segment, and memory for
-about five times the weights. The cache costs `window` products per token, and `window` hidden states per lane.
+about five times the weights. The cache costs `window` products of two hidden states per token, and memory for `window`
+hidden states per lane.
 
 Shapes: B lanes, T tokens of a segment, W window, K = W + T entries, D model width.
 """
@@ -144,7 +145,7 @@ class NeuralCache(NamedTuple):
 def empty_cache(*, num_lanes: int, window: int, width: int, like: Tensor) -> NeuralCache:
     """Make an empty neural cache for `num_lanes` lanes and at most `window` positions per lane.
 
-    `width` is the model width. The cache is on the device of `like` and has its type, or fp32 if that type is lower.
+    `width` is the model width. The cache is on the device of `like` and has its type, but at least fp32.
     """
     device = like.device
     return NeuralCache(

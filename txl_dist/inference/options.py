@@ -33,8 +33,8 @@ class Sampling:
     min_p: float = 0.0
     """Keep only tokens with at least this share of the likeliest token's probability. 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Factor that multiplies the log-probability of tokens that occurred in the prompt or the text. 1 changes
-    nothing."""
+    """Factor that multiplies the log-probability of tokens that occurred in the prompt or the text. A value above 1
+    makes these tokens less likely. 1 changes nothing."""
     allowed: tuple[int, ...] = ()
     """Token ids that can be generated. Without this option all ids can be generated."""
 

@@ -84,10 +84,10 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 
 def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Return one line for each difference of a folder from its manifest. No line means that the folder is complete.
+    """Return one line for each difference of a folder from its manifest.
 
     Several processes can share the work. Process number `part` of `num_parts`, counted from 0, checks its share of the
-    files. The folder is complete if no process finds a difference.
+    files. The folder is complete if the result is empty in every process.
     """
     path = folder / MANIFEST
     try:

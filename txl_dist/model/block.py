@@ -186,10 +186,10 @@ class Block(nn.Module):
 
 
 def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
-    """Return the first layer's values at the last `num_positions` positions. Another layer can remember fewer
-    positions.
+    """Return the first layer's values at the last `num_positions` positions.
 
-    Values of the right length are returned without a slice, because the gradient of a slice is a copy.
+    A layer that remembers fewer positions than the first layer uses only these values. Values of the right length are
+    returned without a slice, because the gradient of a slice is a copy.
     """
     if first_value_BSNH is None or first_value_BSNH.shape[1] == num_positions:
         return first_value_BSNH

@@ -1,10 +1,10 @@
 """Dropout whose masks need few random words on a CPU. On a GPU it is torch's own dropout, which is one kernel.
 
-On a CPU torch draws a Bernoulli number in 8 ns. That would take a sixth of a training step. Here one call fills 64-bit
-random words, and every number of the tensor uses 16 bits. A number is kept if its 16 bits, as an integer, are below a
-bound. So rates are rounded to multiples of 2 ** -16, and the smallest rate is 2 ** -16. Rates above 0.999 are rounded
-coarsely. Kept numbers are divided by the exact 1 - rate. Masks come from torch's default generator. A mask depends only
-on the generator's state and on the tensor's shape.
+On a CPU torch takes 8 ns to draw one Bernoulli number. Drawing all masks in this way would take a sixth of a training
+step. Here one call fills 64-bit random words, and every number of the tensor uses 16 bits. A number is kept if its 16
+bits, as an integer, are below a bound. So rates are rounded to multiples of 2**-16, and the smallest rate is 2**-16.
+Rates above 0.999 are rounded coarsely. Kept numbers are divided by the exact 1 - rate. Masks come from torch's default
+generator. A mask depends only on the generator's state and on the tensor's shape.
 
 Tensors are processed in pieces that fit the CPU's cache.
 """

@@ -33,8 +33,8 @@ from txl_dist.model.prediction_order import OrderedMask, PredictionOrder, build_
 class TransformerXL(nn.Module):
     """The network of Dai et al. 2019, initialised from torch's default generator.
 
-    If `recompute_every` is n, the backward pass computes every n-th block again instead of keeping its activations. A
-    value of 0 keeps all activations. `attention` is the setting `engine.attention`, and `memory_lens` is
+    If `recompute_every` is n, the activations of every n-th block are not kept, and the backward pass computes them
+    again. A value of 0 keeps all activations. `attention` is the setting `engine.attention`, and `memory_lens` is
     `train.memory_lens`.
 
     Raises ConfigError if the cutoffs do not fit `vocab_size`, or if an argument has the wrong type.

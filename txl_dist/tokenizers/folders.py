@@ -5,7 +5,8 @@
     vocab.json  merges.txt              GPT-2's byte-level BPE in its older form
     snapshots/COMMIT/                   a model in huggingface_hub's cache: its newest commit that has one of these
 
-Not supported: a folder with vocab.txt alone, which does not say how text is split, or whether case is kept.
+A folder with vocab.txt alone is not supported, because vocab.txt does not state how text is split, or whether case is
+kept.
 """
 
 from __future__ import annotations

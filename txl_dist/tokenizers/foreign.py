@@ -34,7 +34,7 @@ ENDS_OF_DOCUMENT = (END_OF_TEXT, "<eod>", "<|end_of_text|>")
 ADDED = -1
 """Value in place of the foreign id, if end-of-text was added because the foreign vocabulary does not have it."""
 _BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])")
-"""Pattern of a place where a text may be cut: after a Latin letter that a blank and another Latin letter follow."""
+"""Pattern of a place where a text may be cut: after a Latin letter, if a blank and another Latin letter follow."""
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 _LOCAL_SPLITTERS = {"ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation"}
 

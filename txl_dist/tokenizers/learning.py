@@ -48,8 +48,8 @@ class Learning:
     lower_case: bool = False
     """Convert text to lower case (kinds char and word)."""
     end_of_text: bool = True
-    """Add an end-of-text token after each document. By default the token is added, except for a named corpus with the
-    tokenizer that the papers use."""
+    """Add an end-of-text token after each document. By default the token is added, except for a named corpus (such as
+    enwik8) with the kind of tokenizer that papers use for it."""
     observed_symbols: bool = False
     """Give ids only to bytes or characters that occur in the text (kinds byte and char)."""
     double_eos: bool = False

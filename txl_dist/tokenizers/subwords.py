@@ -4,7 +4,8 @@ A text is first split into words as GPT-2 does. The bytes of the words are spell
 characters, all of which are symbols. So no text is unknown, and every id stands for fixed bytes.
 
 Not supported: normalisation and added tokens. To bound memory, a text is first cut into pieces of about 64 KiB, by a
-rule that is part of the tokenizer (`cut_pieces`). Encoding a huge text is therefore slower than in one call.
+rule that is part of the tokenizer (`cut_pieces`). Encoding a huge text in pieces is slower than encoding it in one
+call.
 """
 
 from __future__ import annotations

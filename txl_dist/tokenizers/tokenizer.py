@@ -7,8 +7,9 @@
     huggingface,       tokenizers of other programs, their ids            foreign.py
     sentencepiece        renumbered by frequency
 
-The kinds byte, bpe and unigram encode any text, and decode it to the same bytes. The kinds char and word have `<unk>`,
-or refuse unknown symbols, as listed does. The base classes are in base.py, and training is in training.py.
+The kinds byte, bpe and unigram encode any text, and decode it to the same bytes. The kinds char and word encode an
+unknown symbol as `<unk>`. If a vocabulary of these kinds has no `<unk>`, an unknown symbol raises DataError, and so
+does an unknown name in the kind listed. The base classes are in base.py, and training is in training.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class TxlConfig(PreTrainedConfig):
     """True if embeddings that are as wide as the model have a projection too. The setting has an effect only if
     div_value is above 1."""
     scale_embedding: bool = True
-    """True if embeddings are multiplied by sqrt(width)."""
+    """True if embeddings are multiplied by the square root of the model width."""
     pre_norm: bool = False
     """True if the layer norm is before each sublayer, False if it is after each residual sum."""
     final_norm: bool = False

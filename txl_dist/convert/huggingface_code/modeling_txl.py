@@ -167,7 +167,7 @@ class TxlMemory(Cache):
 
 
 def cluster_edges(cutoffs, vocab_size):
-    """Return the pair (first id, first id after the last) for each cluster."""
+    """Return the pair (first id, last id + 1) for each cluster."""
     edges = [0, *cutoffs, vocab_size]
     return list(itertools.pairwise(edges))
 
