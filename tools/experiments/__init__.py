@@ -1,1 +1,1 @@
-"""Programs that train for the figures in the documentation, and the records that they keep."""
+"""Programs that train models for the figures in the documentation, and the records of their results."""

@@ -1,20 +1,21 @@
-"""What each switch of `switches` brings at equal seconds.
+"""Measure the gain of each switch of `switches` at equal training time.
 
     python -m tools.experiments.ablation --corpus stdlib=DIR --corpus wikitext-2=DIR --runs DIR \
         --csv tools/experiments/notebook/ablation.csv
 
-The quickstart's model and batch, one thread, one rank. A run has `--seconds`: as many steps as fit into them, by the
-milliseconds of its step beside the others' (minima of interleaved rounds), so that a neighbour's load cannot choose the
-winner. Its schedule ends with its last step. What counts is the held-out loss then, of the first 122,880 tokens.
+All runs have the quickstart's model and batch, one thread and one rank. A run lasts `--seconds`: the number of its
+steps is this time divided by the milliseconds of a step. These are the minima of interleaved rounds of all variants, so
+that other load on the machine cannot decide the result. The schedule ends with the last step. The result is the
+validation loss at the end, on the first 122,880 tokens of the validation split.
 
     cost     milliseconds of a step of every variant
-    rates    AdamW and Muon over a grid of rates, per corpus: the best is taken in what follows
+    rates    AdamW and Muon over a grid of learning rates, per corpus; the best rate is used in the next parts
     alone    AdamW with one switch
-    whole    the switches of `WHOLE` together, without each of them, and with each of the others
-    seeds    two more seeds of AdamW, Muon and the whole, and of each switch whose gain, alone or in the whole, is not
-             below minus twice AdamW's deviation
+    whole    the switches of `WHOLE` together, without each of them, and with each of the other switches
+    seeds    two more seeds of AdamW, Muon and the whole, and of each switch whose gain (alone or in the whole) is above
+             minus twice AdamW's standard deviation
 
-Every row of the CSV is one run, or one cost. What has its row is not run again; what was interrupted goes on.
+Every row of the CSV is one run or one cost. A run that has a row is not repeated, and an interrupted run is resumed.
 `--table` runs nothing, and writes the table of notebook/ablation.md from the CSV.
 """
 
@@ -48,7 +49,7 @@ BEGIN = "<!-- table: python -m tools.experiments.ablation --csv tools/experiment
 
 
 class Run(NamedTuple):
-    """One training."""
+    """One training run of the ablation."""
 
     corpus: str
     variant: str
@@ -57,12 +58,12 @@ class Run(NamedTuple):
 
     @property
     def in_whole(self) -> bool:
-        """Whether it is the whole or a change of it."""
+        """Whether the variant is the whole or a change of it."""
         return self.variant.startswith("whole")
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """What the name of the variant stands for."""
+        """Switches that the name of the variant stands for."""
         if self.in_whole:
             _, *changes = self.variant.split()
             names = [name for name in WHOLE if f"-{name}" not in changes]
@@ -71,43 +72,43 @@ class Run(NamedTuple):
 
 
 def variants() -> list[str]:
-    """All, by name."""
+    """Return the names of all variants."""
     changes = [f"whole -{name}" if name in WHOLE else f"whole +{name}" for name in SWITCHES if name != "muon"]
     return ["adamw", *SWITCHES, "whole", *changes]
 
 
 class Records(Rows):
-    """The CSV."""
+    """The CSV of costs and runs."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, COLUMNS)
 
     def cost_ms(self, variant: str) -> float | None:
-        """Of a step."""
+        """Return the milliseconds of a variant's step, or None if they were not measured."""
         return next(
             (float(r["ms_per_step"]) for r in self.rows if (r["kind"], r["variant"]) == ("cost", variant)), None
         )
 
     def losses(self, corpus: str, variant: str, *, lr: float | None = None) -> list[float]:
-        """Of a variant, by seed."""
+        """Return the losses of a variant, in the order of the seeds."""
         own = [r for r in self.rows if (r["kind"], r["corpus"], r["variant"]) == ("run", corpus, variant)]
         own.sort(key=lambda r: int(r["seed"]))
         return [float(r["loss"]) for r in own if lr is None or float(r["lr"]) == lr]
 
     def has(self, run: Run) -> bool:
-        """Whether it was made."""
+        """Return whether the CSV has a row for the run."""
         key = (run.corpus, run.variant, run.lr, run.seed)
         return any(
             (r["corpus"], r["variant"], float(r["lr"]), int(r["seed"])) == key for r in self.rows if r["kind"] == "run"
         )
 
     def best_rate(self, corpus: str, variant: str) -> float:
-        """Of the grid, by the first seed."""
+        """Return the learning rate of the grid with the lowest loss of the first seed."""
         return min(RATES, key=lambda lr: self.losses(corpus, variant, lr=lr)[0])
 
 
 def measure_costs(records: Records, *, rounds: int) -> None:
-    """Of all variants that have none, taking turns."""
+    """Measure the cost of all variants without a cost. The variants take turns."""
     missing = [name for name in variants() if records.cost_ms(name) is None]
     if not missing:
         return
@@ -128,7 +129,7 @@ def _step(step: EngineStep, segments: Iterator[np.ndarray]) -> object:
 
 
 def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, seconds: float) -> None:
-    """One training, and its row. Raises RuntimeError with its last words if it fails."""
+    """Make one training run and add its row. Raises RuntimeError with the end of its output if it fails."""
     cost = records.cost_ms(run.variant)
     assert cost is not None
     steps = int(seconds * 1000 / cost)
@@ -159,7 +160,7 @@ def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, 
 
 
 def phases(records: Records, corpora: list[str]) -> Iterator[list[Run]]:
-    """Runs that may be made side by side; each phase knows the results of those before."""
+    """Yield lists of runs that can be made in parallel. Each list depends on the results of the lists before it."""
     yield [Run(c, v, lr) for c in corpora for v in ("adamw", "muon") for lr in RATES]
     rate = {(c, v): records.best_rate(c, v) for c in corpora for v in ("adamw", "muon")}
     yield [Run(c, name, rate[c, "adamw"]) for name in SWITCHES if name != "muon" for c in corpora]
@@ -173,14 +174,14 @@ def phases(records: Records, corpora: list[str]) -> Iterator[list[Run]]:
             reference = base[0] if kind == "adamw" or name in ("muon", "whole") else records.losses(c, "whole")[0]
             gain = reference - records.losses(c, name, lr=rate[c, kind])[0]
             if "-" in name:
-                gain = -gain  # what the switch that is missing brings
+                gain = -gain  # the gain of the switch that is missing
             if name in ("muon", "whole") or gain > -2 * statistics.stdev(base):
                 more += [Run(c, name, rate[c, kind], seed) for seed in (2, 3)]
     yield more
 
 
 def table_of(records: Records) -> list[str]:
-    """Markdown: what each switch brings, in nats per token, alone and in the whole, per corpus."""
+    """Return the Markdown table of each switch's gain in nats per token, alone and in the whole, per corpus."""
     corpora = list(dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"))
     adamw = records.cost_ms("adamw")
     assert adamw is not None
@@ -200,7 +201,7 @@ def table_of(records: Records) -> list[str]:
 
 
 def bases_of(records: Records) -> list[str]:
-    """Markdown: the losses that gains are beside, and the rates, per corpus."""
+    """Return the Markdown table of the losses with which gains are computed, and of the learning rates, per corpus."""
     lines = []
     for c in dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"):
         rates = [spread(records.losses(c, "adamw", lr=lr), digits=3) for lr in RATES]
@@ -211,7 +212,7 @@ def bases_of(records: Records) -> list[str]:
 
 
 def _gain(records: Records, corpus: str, variant: str, beside: str) -> str:
-    """Mean and deviation, over the seeds that both have, of what `variant` is better by."""
+    """Return mean and standard deviation of the gain of `variant` over `beside`, for the seeds that both have."""
     found = []
     for name in (variant, beside):
         kind = "muon" if name == "muon" or Run(corpus, name, 0.0).in_whole else "adamw"
@@ -220,13 +221,19 @@ def _gain(records: Records, corpus: str, variant: str, beside: str) -> str:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure costs, make the missing runs of each part, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", action="append", default=[], metavar="NAME=DIR", help="prepared, 4,096 words")
-    parser.add_argument("--csv", type=Path, required=True, help="the records")
+    parser.add_argument(
+        "--corpus",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="name and folder of a prepared corpus with a vocabulary of 4,096",
+    )
+    parser.add_argument("--csv", type=Path, required=True, help="file of the records")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="folder for the runs")
-    parser.add_argument("--seconds", type=float, default=75.0, help="of a run, without start and evaluation")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--seconds", type=float, default=75.0, help="seconds of a run, without start and evaluation")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs in parallel")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each variant")
     parser.add_argument("--table", action="store_true", help="write the table of notebook/ablation.md")
     arguments = parser.parse_args()
@@ -235,7 +242,7 @@ def main() -> None:
         put_table(PAGE, BEGIN, [*bases_of(records), "", *table_of(records)])
         return
     if not (arguments.corpus and arguments.runs):
-        parser.error("name corpora, and a folder for the runs")
+        parser.error("type --corpus NAME=DIR, and --runs DIR for the runs")
     corpora = dict(one.split("=", 1) for one in arguments.corpus)
     records = Records(arguments.csv)
     measure_costs(records, rounds=arguments.rounds)

@@ -1,21 +1,22 @@
-"""What compressors pay for a corpus' held-out text, in bits per byte: figures that a model can be set beside.
+"""Measure how many bits per byte compressors need for the validation text of a corpus, for comparison with models.
 
-    python -m tools.experiments.anchors data/books       what notebook/anchors.csv lacks is measured, and added to it
-    python -m tools.experiments.anchors data/books --split test --trial      printed, and not added
-    python -m tools.experiments.anchors --table          write the table of notebook/results.md, from
+    python -m tools.experiments.anchors data/books       measures the figures that notebook/anchors.csv does not contain
+    python -m tools.experiments.anchors data/books --split test --trial      prints figures without recording them
+    python -m tools.experiments.anchors --table          writes the table of notebook/results.md, from
                                                          notebook/anchors.csv and notebook/recipes.csv
 
-The text is the one whose loss `txl evaluate --split valid` tells as bits per byte: the documents in file order, byte
-for byte as their tokens spell them. Where an end-of-text follows a document a byte FF does here, which no UTF-8 has:
-both have to say where documents end. Both sums are divided by the bytes of the text alone, without these marks.
+The text is the one for which `txl evaluate --split valid` prints bits per byte: the documents in the order of the
+files, decoded to bytes from their tokens. Each end-of-text token becomes a byte FF, which UTF-8 does not contain,
+because both a model and a compressor must encode where documents end. The size is divided by the bytes of the text
+without these marks.
 
-    cold      the held-out text on its own
-    primed    (training text and held-out text) - (training text), each compressed at one go with the same settings
+    cold      size of the validation text alone
+    primed    size of (training text and validation text) - size of (training text), with the same settings
 
-Limitations: bzip2 forgets all that lies before its block of 900 kB, so priming brings it next to nothing. xz's
-dictionary and zstd's window hold both texts up to 1.5 and 2 GiB. PPMd begins again once its model has filled 3 GiB.
-Sizes are those of files, with their headers (7z's: some 130 bytes). What a program or a model takes itself is not
-counted, as it is not in papers; a primed program is of no use without the training text.
+Limitations: bzip2 compresses blocks of 900 kB separately, so priming hardly helps it. The dictionary of xz contains
+both texts up to 1.5 GiB, and the window of zstd up to 2 GiB. PPMd starts again when its model has filled 3 GiB. Sizes
+are those of files with their headers (about 130 bytes for 7z). The sizes of the program and of a model are not counted,
+as in papers. A primed program is useless without the training text.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ BEGIN = "<!-- table: python -m tools.experiments.anchors --table -->"
 
 
 class Compressor(NamedTuple):
-    """A program that reads from a pipe. In its command WINDOW is replaced by the bytes that it has to look back over,
-    OUT by the file to write; without OUT it writes to a pipe, too."""
+    """A compressor that reads from a pipe. In its command, WINDOW is replaced by the number of bytes that its window
+    must contain, and OUT by the file to write. Without OUT it writes to a pipe."""
 
     name: str
     command: str
     package: str
-    """Of Debian and Ubuntu."""
+    """Name of the package in Debian and Ubuntu."""
 
     @property
     def program(self) -> str:
-        """What has to be installed."""
+        """Name of the program that must be installed."""
         return self.command.split()[0]
 
 
-# From a pipe, because zstd and 7z choose other settings for a file whose size they see: PPMd a smaller memory, which
-# the training text fills and both texts do not. Of tiny Shakespeare, at order 16, their difference is 23 % too small.
+# The text comes from a pipe, because zstd and 7z choose other settings for a file of known size. PPMd would choose a
+# smaller memory, which could be full in one compression and not in the other. For tiny Shakespeare at order 16, the
+# difference of the sizes would be 23 % too small.
 COMPRESSORS = (
     Compressor("bzip2 -9", "bzip2 -9 --stdout", "bzip2"),
     Compressor("xz -9e", "xz --threads=1 --lzma2=preset=9e,dict=WINDOW --stdout", "xz-utils"),
@@ -72,11 +74,11 @@ COMPRESSORS = (
     Compressor("PPMd, order 16", "7z a -si -m0=PPMd:mem=3g:o=16 OUT", "p7zip-full"),
 )
 WINDOWS = (64 << 20, 1536 << 20)
-"""That of xz -9, and its largest, in bytes."""
+"""Smallest and largest window of xz -9 in this program, in bytes."""
 
 
 class Texts(NamedTuple):
-    """What is compressed. Sizes are without marks, the first 12 digits of sha256 with them."""
+    """Texts that are compressed. Sizes do not include the marks. The first 12 digits of the sha256 do."""
 
     corpus: str
     split: str
@@ -88,28 +90,28 @@ class Texts(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """What one anchor pays for the held-out text."""
+    """Bits per byte that one compressor or counting model needs for the validation text."""
 
     anchor: str
     command: str
     version: str
     cold: float | None
-    """Bits per byte; None of what has to have counted before."""
+    """Bits per byte without the training text. None for counting models, which need it."""
     primed: float
     cold_size: int | None = None
     primed_size: int | None = None
-    """Bytes, of a program."""
+    """Compressed sizes in bytes. None for counting models."""
     seconds: float | None = None
-    """For both, of a program."""
+    """Seconds of all compressions. None for counting models."""
 
 
 Row = dict[str, str]
-"""Of notebook/anchors.csv: texts, a figure, and the date."""
+"""A row of notebook/anchors.csv: the texts, a figure and the date."""
 COLUMNS = (*Texts._fields, *Figure._fields, "date")
 
 
 def compressed_size(command: str, text: bytes) -> int:
-    """Bytes that a command with a window makes of a text. Raises TxlError if it fails."""
+    """Return the bytes of the compressed text. Raises TxlError if the command fails."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made.7z"
         words = [str(made) if word == "OUT" else word for word in command.split()]
@@ -121,7 +123,7 @@ def compressed_size(command: str, text: bytes) -> int:
 
 
 def version_of(program: str) -> str:
-    """The first number with a dot that it prints."""
+    """Return the first number with a dot in the program's output."""
     words = [program] if program == "7z" else [program, "--version"]
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     found = re.search(r"\d+\.[\d.]*\d", done.stdout + done.stderr)
@@ -129,7 +131,8 @@ def version_of(program: str) -> str:
 
 
 def counted(corpus: Corpus, *, split: str, train: str) -> Iterator[Figure]:
-    """Order 0 and bigrams of the corpus' own tokens, as `txl evaluate --baselines` has them."""
+    """Yield the figures of order 0 and bigrams of the corpus' own tokens, as `txl evaluate --baselines` computes
+    them."""
     held_out = corpus.split(split)
     config = changed(Config(), {"data.train_split": train})
     tokens = f"{corpus.tokenizer.kind} tokens, {corpus.vocab_size:,} ids"
@@ -139,7 +142,8 @@ def counted(corpus: Corpus, *, split: str, train: str) -> Iterator[Figure]:
 
 
 def compressed(compressor: Compressor, held_out: bytes, primer: bytes, *, num_bytes: int) -> Figure:
-    """The figure of a program that is there; `num_bytes` of the held-out text without marks. Raises TxlError."""
+    """Return the figure of an installed compressor. `num_bytes` is the size of the validation text without marks.
+    Raises TxlError."""
     began, (least, most) = time.perf_counter(), WINDOWS
     window = min(max(least, len(primer) + len(held_out)), most)
     command = compressor.command.replace("WINDOW", str(window))
@@ -157,12 +161,12 @@ def compressed(compressor: Compressor, held_out: bytes, primer: bytes, *, num_by
 
 
 def kind_of(anchor: str) -> str:
-    """Its name without its constant."""
+    """Return the name of a figure without the constant in brackets."""
     return anchor.partition(" (")[0]
 
 
 def of_recipes(rows: Sequence[Row]) -> dict[str, str]:
-    """Bits per byte of the recipes (`tools/experiments/recipes.py`), by the text that was scored, the whole of it."""
+    """Return the bits per byte of the recipes (`tools/experiments/recipes.py`), by the hash of the scored text."""
     cells: dict[str, list[str]] = {}
     for row in rows:
         if row["text"]:
@@ -171,11 +175,12 @@ def of_recipes(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def table_of(rows: Sequence[Row], *, recipes: dict[str, str]) -> list[str]:
-    """Markdown: a row per pair of texts, a column per anchor, "cold, primed" in bits per byte, and the recipe's."""
+    """Return the Markdown table: a row per pair of texts, and a column per figure with "cold, primed" in bits per byte
+    and with the recipes' results."""
     texts = dict[tuple[str, str], dict[str, Row]]()
     for row in rows:
         anchors = texts.setdefault((row["sha256"], row["train_sha256"]), {})
-        anchors.setdefault(kind_of(row["anchor"]), row)  # of other tokens of the same text: those counted first
+        anchors.setdefault(kind_of(row["anchor"]), row)  # with other tokens of the same text, the first row counts
     names = ["order 0", "bigram", *(compressor.name for compressor in COMPRESSORS)]
     lines = []
     for anchors in texts.values():
@@ -191,7 +196,7 @@ def _bits(row: Row) -> str:
 
 
 def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
-    """Print each figure that is not recorded yet, and record it unless it is a trial. Raises TxlError."""
+    """Print each figure that is not recorded yet. Record it unless it is a trial. Raises TxlError."""
     held_out, primer = (marked_text(corpus.split(name)) for name in (split, train))
     num_bytes, train_bytes = (corpus.split(name).text_bytes for name in (split, train))
     sums = map(mark_of_text, (held_out, primer))
@@ -222,12 +227,14 @@ def measure(corpus: Corpus, *, split: str, train: str, is_trial: bool) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure the figures of a corpus, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", nargs="?", help="what txl prepare made, by a tokenizer that loses nothing")
+    parser.add_argument("corpus", nargs="?", help="corpus that txl prepare wrote, with a lossless tokenizer")
     parser.add_argument("--split", default="valid", help="validation split")
-    parser.add_argument("--train-split", default="train", help="the text that primes, and is counted")
-    parser.add_argument("--trial", action="store_true", help="print all figures, and add none to notebook/anchors.csv")
+    parser.add_argument("--train-split", default="train", help="split for priming and for the counts")
+    parser.add_argument(
+        "--trial", action="store_true", help="print all figures without adding them to notebook/anchors.csv"
+    )
     parser.add_argument(
         "--table", action="store_true", help="write the table of notebook/results.md from notebook/anchors.csv"
     )
@@ -236,7 +243,7 @@ def main() -> None:
         recipes = of_recipes(Rows(SCORED, SCORED_COLUMNS).rows)
         put_table(PAGE, BEGIN, table_of(Rows(RECORDS, COLUMNS).rows, recipes=recipes))
     elif given.corpus is None:
-        parser.error("name a corpus")
+        parser.error("type the folder of a corpus")
     else:
         measure(open_corpus(given.corpus), split=given.split, train=given.train_split, is_trial=given.trial)
 

@@ -1,12 +1,13 @@
-"""The books of the recipes `books_bytes_cpu` and `books_bpe_cpu`, from the repository that has them.
+"""Write the training, validation and test texts of `books_bytes_cpu` and `books_bpe_cpu` from a repository of books.
 
     git clone https://github.com/mlschmitt/classic-books-markdown && git -C classic-books-markdown checkout 9448827
     python -m tools.experiments.books classic-books-markdown books      books/train, books/valid, books/test: JSON lines
     txl prepare books/train --valid books/valid --test books/test --tokenizer byte --out data/classic-books
 
-A book is a file AUTHOR/TITLE.md, with line feeds for its carriage returns. Of those of 200,000 bytes and more, in the
-order of the sha256 of their names (AUTHOR/TITLE), the first 12 are held out and the next 12 are for tests. Of all
-books, in the order of their names, the first 258 less these are trained on: 252, as far as Ernest Renan.
+A book is a file AUTHOR/TITLE.md, whose line ends are converted to line feeds. The books of at least 200,000 bytes are
+ordered by the sha256 of their names (AUTHOR/TITLE). The first 12 of them are the validation split, and the next 12 the
+test split. The training split consists of the first 258 of all books in the order of their names, without those of the
+other splits. These are 252 books, up to Ernest Renan.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ HELD_OUT, LEAST_BYTES, FIRST = 12, 200_000, 258
 
 
 def books_of(folder: Path) -> dict[str, str]:
-    """Text by name, in the order of names. Raises DataError if there are too few of them."""
+    """Return the texts by name, in the order of the names. Raises DataError if the folder contains fewer than 258
+    books."""
     files = {str(path.relative_to(folder).with_suffix("")): path for path in folder.glob("*/*.md")}
     texts = {name: files[name].read_bytes().decode().replace("\r\n", "\n") for name in sorted(files)}
     if len(texts) < FIRST:
-        raise DataError(f"{folder} holds {len(texts)} books AUTHOR/TITLE.md, fewer than {FIRST}. Clone it anew.")
+        raise DataError(
+            f"{folder} holds {len(texts)} books AUTHOR/TITLE.md, fewer than {FIRST}. Clone the repository again."
+        )
     return texts
 
 
 def splits_of(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """Names by split, of books with their bytes."""
+    """Return the names of the books in each split, from the sizes of the books in bytes."""
     large = sorted(
         (name for name, size in sizes.items() if size >= LEAST_BYTES),
         key=lambda name: hashlib.sha256(name.encode()).digest(),
@@ -44,16 +48,16 @@ def splits_of(sizes: Mapping[str, int]) -> dict[str, list[str]]:
 
 
 def write(texts: Mapping[str, str], names: Sequence[str], *, path: Path) -> None:
-    """A book a line."""
+    """Write books to a file of JSON lines, one book per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps({"id": name, "text": texts[name]}, ensure_ascii=False) + "\n" for name in names)
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:
-    """See the module."""
+    """Write the three splits and print their sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("clone", type=Path, help="of github.com/mlschmitt/classic-books-markdown")
+    parser.add_argument("clone", type=Path, help="folder of a clone of github.com/mlschmitt/classic-books-markdown")
     parser.add_argument("out", type=Path, help="folder for train, valid and test")
     given = parser.parse_args()
     texts = books_of(given.clone)

@@ -1,16 +1,17 @@
-"""Share of clipped steps of every recipe, at a size that a CPU can train: is `optim.clip_norm` a limit, or the rate?
+"""Measure the share of clipped steps of every recipe at a size for a CPU, to see how often `optim.clip_norm` acts.
 
-    python -m tools.experiments.clipping                    every recipe of configs/ that notebook/clipping.csv lacks
-    python -m tools.experiments.clipping ptb --again        one recipe, again
+    python -m tools.experiments.clipping                    every recipe of configs/ without a row in the records
+    python -m tools.experiments.clipping ptb --again        one recipe, also if it has a row
     python -m tools.experiments.clipping --table            write the table of notebook/clipping.md
 
-Each recipe trains on the source text of Python's standard library, in its own kind of tokens. Optimizer, learning
-rate, schedule, gradient norm and dropout stay. The schedule ends after `--steps`, and the warm-up takes a quarter of
-the steps at most. A recipe of more than 6 million parameters is made smaller: 4 layers, `--lanes` lanes of 64 tokens, a
-memory of 64. All train in fp32, on one rank.
+If almost every step is clipped, `optim.clip_norm` determines the step size. Each recipe trains on the source text of
+Python's standard library, in its own kind of tokens. Optimizer, learning rate, schedule, clip norm and dropout are
+those of the recipe. The schedule ends after `--steps` steps, and the warm-up takes at most a quarter of the steps. A
+recipe of more than 6 million parameters is made smaller: 4 layers, `--lanes` lanes (batch rows) of 64 tokens, and a
+memory of 64 tokens. All recipes train in fp32 on one rank.
 
-Limitations: the gradient of fewer lanes has more noise and a larger norm, and the norm falls in a long run. The
-figure is one of a short run of a small model, and no more.
+Limitations: The gradient of fewer lanes has more noise and a larger norm, and the norm falls in a long run. The figures
+describe short runs of small models only.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from txl_dist.model.flops import count_parameters
 RECIPES, RECORDS, PAGE = ROOT / "configs", NOTEBOOK / "clipping.csv", NOTEBOOK / "clipping.md"
 BEGIN = "<!-- table: python -m tools.experiments.clipping --table -->"
 LARGE = 6_000_000
-"""Parameters above which a recipe is made smaller."""
+"""Number of parameters above which a recipe is made smaller."""
 
 
 class Tokens(NamedTuple):
-    """How a recipe's text becomes tokens here."""
+    """Tokenizer with which the text is prepared for a recipe."""
 
     tokenizer: str
     vocab_size: int
@@ -52,7 +53,7 @@ TOKENS = {
     **dict.fromkeys(("books_bpe_cpu", "modern_quickstart", "quickstart", "stdlib_cpu"), PIECES),
     "mine": Tokens("bpe", 512),
 }
-"""{recipe: its kind of tokens}"""
+"""Kind of tokens of each recipe, by the recipe's name."""
 COLUMNS = (
     *("recipe", "optimizer", "lr", "clip_norm", "layers", "lanes", "segment", "tokenizer", "steps"),
     *("clipped_pct", "median_norm", "parameters", "commit", "cpu", "date"),
@@ -60,7 +61,8 @@ COLUMNS = (
 
 
 def scaled(config: Config, *, steps: int, vocab_size: int, lanes: int = 8) -> Config:
-    """Return the recipe for `steps` steps, and made smaller, to so many lanes, where a CPU could not train it."""
+    """Return the settings of a recipe for `steps` steps. A recipe that is too large for a CPU is made smaller, with
+    `lanes` lanes."""
     model, batch, optim = config.model, config.train, config.optim
     limits = {"layers": 4, "lanes": lanes, "tokens": 64}
     cutoffs = cutoffs_below(model.cutoffs, vocab_size=vocab_size)
@@ -89,7 +91,7 @@ def scaled(config: Config, *, steps: int, vocab_size: int, lanes: int = 8) -> Co
 
 
 def prepare(tokens: Tokens, *, text: str, out: Path) -> Path:
-    """Return the folder of the corpus in these tokens, which is made once."""
+    """Return the folder of the corpus in these tokens. The corpus is prepared if the folder does not exist."""
     folder = out / f"{tokens.tokenizer}-{tokens.vocab_size}"
     if not folder.exists():
         size = ("--vocab-size", tokens.vocab_size) if tokens.tokenizer != "byte" else ()
@@ -98,7 +100,7 @@ def prepare(tokens: Tokens, *, text: str, out: Path) -> Path:
 
 
 def measure(name: str, *, steps: int, lanes: int, text: str, out: Path, rows: Rows) -> None:
-    """Train a recipe for some steps and add its row. Raises TxlError."""
+    """Train a recipe for some steps and add its row. Raises TxlError if a command fails."""
     recipe, run = RECIPES / f"{name}.toml", out / name
     corpus = prepare(TOKENS[name], text=text, out=out)
     vocab_size = open_corpus(corpus).vocab_size
@@ -123,7 +125,7 @@ def measure(name: str, *, steps: int, lanes: int, text: str, out: Path, rows: Ro
         parameters=count_parameters(config.model, vocab_size=vocab_size),
         **origin(),
     )
-    shutil.rmtree(run)  # a checkpoint of gigabytes
+    shutil.rmtree(run)  # the checkpoint can have gigabytes
 
 
 def newest(rows: Rows) -> dict[str, dict[str, str]]:
@@ -144,19 +146,19 @@ def table_of(rows: Rows) -> list[str]:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure the recipes without a row, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes of configs/; all without any")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="recipes of configs/; the default is all recipes")
     parser.add_argument("--steps", type=positive, default=100)
-    parser.add_argument("--lanes", type=positive, default=8, help="of a recipe that is made smaller")
+    parser.add_argument("--lanes", type=positive, default=8, help="lanes (batch rows) of a recipe that is made smaller")
     parser.add_argument("--text", default="stdlib", help="input of `txl prepare`")
     parser.add_argument("--out", type=Path, default=Path("runs/clipping"), help="folder of corpora and runs")
     parser.add_argument("--csv", type=Path, default=RECORDS, help="file of the records")
-    parser.add_argument("--again", action="store_true", help="also what has a row")
+    parser.add_argument("--again", action="store_true", help="also measure recipes that have a row")
     parser.add_argument("--table", action="store_true", help="write the table of notebook/clipping.md from the records")
     given = parser.parse_args()
     if unknown := set(given.names) - set(TOKENS):
-        parser.error(f"{', '.join(sorted(unknown))}: no recipe of configs/. There are {', '.join(sorted(TOKENS))}")
+        parser.error(f"{', '.join(sorted(unknown))}: not in configs/. The recipes are {', '.join(sorted(TOKENS))}")
     try:
         rows = Rows(given.csv, COLUMNS)
         known = () if given.again else newest(rows)

@@ -1,4 +1,4 @@
-"""The picture of README: what the memory brings, from two runs that differ in train.memory_len alone.
+"""Draw the picture of README: the effect of the memory, from two runs that differ only in train.memory_len.
 
     txl prepare stdlib --out data/stdlib --vocab-size 4096
     txl train configs/quickstart.toml --run.dir runs/memory --eval.every_steps 60 --eval.max_tokens 40000
@@ -6,8 +6,8 @@
         --train.memory_len 0
     python -m tools.experiments.draw_memory runs/memory runs/no_memory --out docs/memory.svg      some seconds
 
-Left, the loss of the validation split over the training; right, the loss by position in the segment at its end:
-without memory the first tokens of every segment are guessed without a context.
+The left diagram shows the validation loss over the steps. The right diagram shows the loss at the end by position in
+the segment. Without memory the first tokens of every segment are predicted without context.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ COLOURS = ("#2f7ed8", "#d9680f")
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's evaluations, in order."""
+    """Return the records of a run's evaluations, in order."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if row["kind"] == "eval"]
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], *, segment_len: int, out: Path) -> None:
-    """Write the picture."""
+    """Write the picture as an SVG file. `runs` has the records of the evaluations by label."""
     with picture(out, width=8.4, height=3.1) as figure:
         curves, positions = figure.subplots(1, 2)
         for (label, rows), colour in zip(runs.items(), COLOURS, strict=True):
@@ -54,9 +54,9 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, segment_len: int, out: Path) 
 
 
 def main() -> None:
-    """Read two runs, write one picture."""
+    """Read two runs and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs=2, type=Path, help="run with memory, run without")
+    parser.add_argument("runs", nargs=2, type=Path, help="run with memory, and run without memory")
     parser.add_argument("--segment-len", type=int, default=64, help="train.segment_len of the runs")
     parser.add_argument("--out", type=Path, default=Path("docs/memory.svg"), help="picture to write")
     given = parser.parse_args()

@@ -1,17 +1,18 @@
-"""A run that is killed again and again, beside one that is not, and beside other seeds.
+"""Compare a run that is killed several times with an uninterrupted run, and with runs of other seeds.
 
     python -m tools.experiments.long_run configs/quickstart.toml --data data/stdlib --steps 2000 --out runs/long
     python -m tools.experiments.long_run --table    write the table of notebook/results.md, and its picture
 
-Runs of one recipe on two ranks, one after the other:
+The runs of one recipe use two ranks and run one after the other:
 
-    unbroken    from its first step to its last
-    killed      SIGKILL to all its processes at random moments, `--kills` of them; each time the same command continues
-    moved       killed at as many other moments; behind two of these it goes on with one rank, and with two again
-    seed N      unbroken, from other seeds: how far apart runs end that differ in nothing that matters
+    unbroken    from its first step to its last, without interruption
+    killed      SIGKILL to all its processes at `--kills` random steps; the same command resumes it each time
+    moved       killed at as many other steps; after one of the kills it resumes with one rank, and after a later kill
+                with two ranks again
+    seed N      uninterrupted, with other seeds: shows how far equal runs differ by chance
 
-Compared with the unbroken run are all training losses, as they were written, and the exported weights. Where the number
-of ranks is the same they must be so bit for bit. What was measured is not measured again.
+All training losses as they were written, and the exported weights, are compared with those of the unbroken run. With
+the same number of ranks they must be equal bit for bit. A run with rows in the records is not repeated.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ _HEAD = ("run", "starts on ranks", "killed behind step", "validation loss at the
 
 
 class Record(NamedTuple):
-    """A point of a run, or what became of it."""
+    """A row of the records: a point of a run, or a result of the whole run."""
 
     run: str
     kind: str
-    """evaluated: `value` is the held-out loss; killed: the step that it went on from; losses and weights: the sha256 of
-    its training losses and of its exported weights; same: how it compares."""
+    """`evaluated`: `value` is the validation loss. `killed`: the step from which the run resumed. `losses` and
+    `weights`: the sha256 of the training losses and of the exported weights. `same`: the comparison with the unbroken
+    run."""
     step: int
     ranks: int
     value: str
@@ -76,16 +78,17 @@ class Record(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """When a run dies, and what goes on."""
+    """When to kill a run, and how to resume it."""
 
     step: int
-    """As soon as this step is written down, and a random part of a second later."""
+    """The run is killed up to a second after the record of this step was written."""
     ranks: int
-    """Of the next start."""
+    """Number of ranks of the next start."""
 
 
 def kills_of(run: str, *, steps: int, count: int, seed: int) -> list[Kill]:
-    """By step. Behind two of those of the moved run the number of ranks is another one: 1, and then `RANKS` again."""
+    """Return the kills of a run in the order of the steps. The moved run resumes once with 1 rank and later with
+    `RANKS` ranks again."""
     if run not in (KILLED, MOVED):
         return []
     chance = random.Random(f"{run} {seed}")
@@ -95,9 +98,10 @@ def kills_of(run: str, *, steps: int, count: int, seed: int) -> list[Kill]:
 
 
 def train(config: Config, kills: Sequence[Kill], *, place: Path) -> list[tuple[Kill, int]]:
-    """From the beginning to its end through all kills; each with the step that the next start went on from.
+    """Train from the beginning to the end with all kills. Return each kill with the step from which the next start
+    resumed.
 
-    Raises TxlError.
+    Raises TxlError if the run ends unexpectedly or fails.
     """
     shutil.rmtree(place, ignore_errors=True)
     settings, log = place.with_suffix(".toml"), place.with_suffix(".log")
@@ -113,7 +117,7 @@ def train(config: Config, kills: Sequence[Kill], *, place: Path) -> list[tuple[K
             _kill(child)
         code = child.wait()
         if kill and not (is_alive and code == -signal.SIGKILL):
-            raise TxlError(f"{place.name} ended with {code} before it was killed behind step {kill.step}; see {log}.")
+            raise TxlError(f"{place.name} ended with {code} before it was killed after step {kill.step}; see {log}.")
         if kill:
             resumed.append((kill, max(map(step_of, list_checkpoints(place)), default=0)))
         elif code:
@@ -122,14 +126,14 @@ def train(config: Config, kills: Sequence[Kill], *, place: Path) -> list[tuple[K
 
 
 def _start(settings: Path, *, ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    """Each rank has a thread of its own."""
+    """Start the run. Each rank has one thread."""
     command = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(settings)]
     with log.open("ab") as file:
         return subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """It and all that it started, at once."""
+    """Kill a process and all its descendants."""
     parent = psutil.Process(child.pid)
     for process in [parent, *parent.children(recursive=True)]:
         try:
@@ -140,12 +144,12 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def losses_of(place: Path) -> dict[int, float]:
-    """Training losses by step, as they were written."""
+    """Return the training losses by step, as they were written."""
     return {step: one["loss"] for step, one in records_in(place, "train").items()}
 
 
 def weights_of(place: Path) -> str:
-    """sha256 of the exported weights. Raises TxlError."""
+    """Return the sha256 of the exported weights. Raises TxlError if the export fails."""
     bundle = place / "bundle"
     if not bundle.is_dir():
         run_txl("export", place, bundle)
@@ -156,7 +160,7 @@ def weights_of(place: Path) -> str:
 
 
 def compare(place: Path, *, base: Path) -> str:
-    """What a run shares with the unbroken one, in words: training losses, and weights."""
+    """Return in words how the training losses and the weights of a run agree with those of the unbroken run."""
     ours, theirs = losses_of(place), losses_of(base)
     is_same = weights_of(place) == weights_of(base)
     if ours == theirs and is_same:
@@ -171,9 +175,9 @@ def compare(place: Path, *, base: Path) -> str:
 
 
 def measure(run: str, config: Config, *, kills: Sequence[Kill], out: Path, recipe: str) -> list[Record]:
-    """Train a run and compare it with the unbroken one. Raises TxlError."""
+    """Train a run and compare it with the unbroken run. Return its rows. Raises TxlError."""
     if run in (KILLED, MOVED) and not (out / UNBROKEN).is_dir():
-        raise TxlError(f"{out} has no unbroken run to compare with. Name its folder by --out, or take its rows out.")
+        raise TxlError(f"{out} has no unbroken run to compare with. Type its folder with --out, or remove its rows.")
     place = out / run.replace(" ", "_")
     died = train(changed(config, {"run.dir": str(place)}), kills, place=place)
     shared: dict[str, Any] = {"recipe": recipe, "steps": config.train.max_steps, "seed": config.run.seed}
@@ -193,7 +197,8 @@ def measure(run: str, config: Config, *, kills: Sequence[Kill], out: Path, recip
 
 
 def groups_of(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
-    """Rows by recipe, steps and corpus, which are named behind the first group only, and by run."""
+    """Return the rows by group and run. A group has the same recipe, steps and corpus. These are named only for groups
+    after the first."""
     found: dict[str, dict[str, list[Record]]] = {}
     for row in records:
         about = (row.recipe, row.steps, row.corpus)
@@ -204,7 +209,7 @@ def groups_of(records: Sequence[Record]) -> dict[str, dict[str, list[Record]]]:
 
 
 def table_of(records: Sequence[Record]) -> list[str]:
-    """Markdown, a row per run."""
+    """Return the Markdown table, a row per run."""
     lines, closing = [], []
     for what, runs in groups_of(records).items():
         ends = {name: _curve(rows)[-1][1] for name, rows in runs.items()}
@@ -225,7 +230,7 @@ def _curve(rows: Sequence[Record]) -> list[tuple[int, float]]:
 
 
 def draw(records: Sequence[Record], *, out: Path) -> None:
-    """The held-out losses of all runs over their steps, with a mark where one was killed."""
+    """Draw the validation losses of all runs over their steps, with a line where a run was killed."""
     colours = {UNBROKEN: "#2f7ed8", KILLED: "#d9680f", MOVED: "#2e9b4f"}
     with picture(out, width=8.4, height=3.4) as figure:
         axes = figure.subplots()
@@ -243,16 +248,22 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Make the runs that have no rows, or write the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, nargs="?", help="TOML file")
-    parser.add_argument("--data", type=Path, help="corpus")
+    parser.add_argument("recipe", type=Path, nargs="?", help="TOML file of the recipe")
+    parser.add_argument("--data", type=Path, help="folder of the corpus")
     parser.add_argument("--out", type=Path, default=Path("runs/long"), help="folder for the runs")
-    parser.add_argument("--steps", type=int, default=2_000, help="of every run")
-    parser.add_argument("--kills", type=int, default=5, help="of each of the two that are killed")
-    parser.add_argument("--seed", type=int, default=1, help="of the runs, and of the moments")
-    parser.add_argument("--more-seeds", type=int, default=2, metavar="N", help="unbroken runs of other seeds")
-    parser.add_argument("--trial", action="store_true", help="print the rows, and add none to notebook/long_run.csv")
+    parser.add_argument("--steps", type=int, default=2_000, help="steps of every run")
+    parser.add_argument("--kills", type=int, default=5, help="number of kills of the runs killed and moved")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the runs, and of the steps at which they are killed"
+    )
+    parser.add_argument(
+        "--more-seeds", type=int, default=2, metavar="N", help="number of unbroken runs with other seeds"
+    )
+    parser.add_argument(
+        "--trial", action="store_true", help="print the rows without adding them to notebook/long_run.csv"
+    )
     parser.add_argument("--table", action="store_true", help="write the table and draw the picture")
     given = parser.parse_args()
     if given.table:
@@ -261,13 +272,13 @@ def main() -> None:
         draw(records, out=PLOT)
         return
     if not (given.recipe and given.data):
-        parser.error("name a recipe and a corpus")
-    if given.kills < 3:  # two of them, not the first, change the number of ranks
+        parser.error("type the file of a recipe, and --data with the folder of a corpus")
+    if given.kills < 3:  # two kills after the first change the number of ranks
         parser.error("--kills wants 3 at least")
-    if given.steps < 10 * given.kills:  # each dies behind a step of its own, near neither end
+    if given.steps < 10 * given.kills:  # the steps of the kills differ and are not near the ends
         parser.error(f"--steps {given.steps} is too few for {given.kills} kills")
     corpus = open_corpus(given.data)
-    # Neither a try nor a run of other steps or another text may stand beside another's unbroken run.
+    # Trials, and runs with other steps or texts, are never compared with this unbroken run.
     words = [given.recipe.stem, str(given.steps), corpus.fingerprint[:8], *(["trial"] if given.trial else [])]
     out = given.out.resolve() / "-".join(words)
     out.mkdir(parents=True, exist_ok=True)

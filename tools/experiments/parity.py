@@ -1,4 +1,4 @@
-"""Our training beside the original authors' own: the same weights at the start, the same tokens at every step.
+"""Compare our training with the original authors' code: the same initial weights, and the same tokens at every step.
 
     python -m tools.experiments.parity data/tinyshakespeare --original DIR          add to notebook/parity.csv
     python -m tools.experiments.parity data/tinyshakespeare --original DIR --check  20 steps without dropout: the same?
@@ -6,22 +6,25 @@
 
 DIR is the folder `pytorch` of their code. A pair is one seed on one corpus:
 
-    theirs    their train.py as benchmarks/original_train.py runs it, with the flags of `SIZES`. It draws the weights.
-              Before its first step all batches of its iterator are compared with our lanes; one other id ends the run.
-    ours      `txl train` with `run.init`: those weights, by `txl import`; the same sizes, batch, steps, Adam, rate,
-              clipping and dropout rates. Dropout itself draws other numbers, so the two curves are two samples.
-    scored    the weights of both at the same steps, by `txl evaluate` on the whole split `valid`, memory carried.
+    theirs    their train.py, run by benchmarks/original_train.py with the flags of `SIZES`. It draws the initial
+              weights. Before its first step all batches of its iterator are compared with our lanes (batch rows), and
+              the run ends if an id differs.
+    ours      `txl train` with `run.init`, the same weights after `txl import`. Sizes, batch, steps, Adam, learning
+              rate, clipping and dropout rates are the same. Dropout draws other random numbers, so the two curves are
+              two samples.
+    scored    the weights of both at the same steps, with `txl evaluate` on the whole split `valid`, with memory.
 
-Both run on one thread and take turns of some seconds, the other one stopped meanwhile, so a busy machine slows both
-alike. Two clocks count a program's own turns: seconds by the wall, and seconds of processor, which is what the table
-shows. Both begin behind the first step, and hold what either program does while it trains, saving its weights too.
+Both programs run on one thread and take turns of some seconds. The other program is stopped during a turn, so that load
+on the machine slows both equally. Two clocks measure the program's own turns: elapsed seconds, and CPU seconds, which
+the table shows. Both clocks begin after the first step, and include everything that the program does during training,
+also saving weights.
 
-With `--steps`, fewer than those of the sizes: what theirs comes to when its schedule is planned for the seconds that
-ours takes for all of them. The second table sets the one beside the other.
+`--steps` sets fewer steps than those of the sizes. It shows the result of their program with a schedule for the time in
+which ours makes all steps. The second table compares the two.
 
-A pair that is recorded is not run again. One that was trained but not scored is scored; one that was stopped while it
-trained begins anew, as their program cannot go on with its memory. Training is at most an epoch long: there their
-iterator begins again with an empty memory and ours goes on.
+A pair that is recorded is not run again. A pair that was trained but not scored is scored. A pair that was interrupted
+during training begins again, because their program cannot restore its memory. Training lasts at most one epoch, because
+at its end their iterator begins with an empty memory and ours does not.
 """
 
 from __future__ import annotations
@@ -69,16 +72,17 @@ BEGIN_EQUAL_SECONDS = "<!-- table: python -m tools.experiments.parity --table (e
 LEAST_SEEDS = 3
 TURN_S = 5.0
 NUM_POINTS = 5
-"""Of a curve: steps at which weights are saved and scored, evenly spaced, the last step among them."""
+"""Number of points of a curve. A point is a step at which weights are saved and scored. The points are evenly spaced
+and include the last step."""
 EVALUATION = ("--split", "valid", "--num-lanes", "8")
-"""The same for both."""
+"""Flags of `txl evaluate` for both programs."""
 THEIRS, OURS = "original", "txl_dist"
 CHECK_TOLERANCE = 1e-5
-"""Largest relative difference of a training loss in `--check`."""
+"""Largest allowed relative difference of a training loss with `--check`."""
 
 
 class Size(NamedTuple):
-    """What both programs are told."""
+    """Settings that both programs get."""
 
     num_layers: int
     num_heads: int
@@ -100,19 +104,20 @@ SIZES = {
     "tinyshakespeare": Size(4, 4, 32, 128, 512, (), 0.1, 0.0, 16, 64, 64, 1e-3, 900),
     "wikitext-2": Size(4, 4, 32, 128, 512, (4000, 12000), 0.1, 0.0, 16, 64, 64, 2.5e-4, 900),
 }
-"""By the name of the corpus' folder: an epoch at most, some ten minutes of one core for a pair. The rate of words is
-the authors' of their base model of WikiText-103: without a warm-up, at 1e-3, one of three seeds did not get going in
-either program, which measures a seed (notebook/log.md)."""
+"""Settings by the name of the corpus' folder. A run has at most one epoch, and a pair takes about ten minutes of one
+core. The learning rate for words is the authors' rate for their base model of WikiText-103. At 1e-3 without warm-up,
+one of three seeds did not begin to learn in either program, so that the result depended on the seed
+(notebook/log.md)."""
 
 
 def checked_size(size: Size) -> Size:
-    """The same without dropout, narrow and 20 steps long, for `--check`."""
+    """Return the settings for `--check`: without dropout, narrow, and 20 steps long."""
     size = size._replace(num_layers=2, num_heads=2, head_width=16, width=32, ff_width=64)
     return size._replace(dropout=0.0, attention_dropout=0.0, num_lanes=4, max_steps=20)
 
 
 def points_of(size: Size) -> list[int]:
-    """The steps that are scored."""
+    """Return the steps that are scored."""
     return [size.max_steps * index // NUM_POINTS for index in range(1, NUM_POINTS + 1)]
 
 
@@ -120,7 +125,8 @@ def points_of(size: Size) -> list[int]:
 
 
 def words_of(size: Size, *, seed: int, place: Path) -> list[str]:
-    """Their command line. No warm-up, which is their default: with one, their first update is made at the full rate."""
+    """Return the arguments of their program. There is no warm-up, which is their default, because with a warm-up their
+    first update has the full learning rate."""
     flags = {
         "n_layer": size.num_layers, "n_head": size.num_heads, "d_head": size.head_width, "d_model": size.width,
         "d_inner": size.ff_width, "dropout": size.dropout, "dropatt": size.attention_dropout, "optim": "adam",
@@ -134,7 +140,7 @@ def words_of(size: Size, *, seed: int, place: Path) -> list[str]:
 
 
 def lane_segments(config: Config) -> Iterator[np.ndarray]:
-    """[lanes, T+1] ids of each step of our run, from the first."""
+    """Yield the ids [lanes, T+1] of each step of our run, from the first step."""
     train = config.train
     corpora = open_corpora(config.data, num_lanes=train.num_lanes, seed=config.run.seed)
     lanes = range(train.num_lanes)
@@ -144,9 +150,9 @@ def lane_segments(config: Config) -> Iterator[np.ndarray]:
 
 
 def check_batches(batches: Any, config: Config) -> None:
-    """Compare what their iterator gives, (data [T, B], target [T, B], T), with our lanes, step by step.
+    """Compare the batches of their iterator, (data [T, B], target [T, B], T), with our lanes, step by step.
 
-    Raises DataError where ids differ, ConfigError if the steps are more than an epoch.
+    Raises DataError if ids differ, and ConfigError if the steps are more than an epoch.
     """
     steps, theirs = config.train.max_steps, iter(batches)
     data_TB: Any
@@ -167,22 +173,23 @@ def check_batches(batches: Any, config: Config) -> None:
 
 
 class Recorded:
-    """Their training iterator, which notes each finished step and saves the model at some."""
+    """Their training iterator, extended: it records each finished step, and saves the model at the scored steps."""
 
     def __init__(self, batches: Any, *, place: Path, points: Sequence[int], variables: dict[str, Any]) -> None:
-        """`variables` are the globals of their program, `place` a folder."""
+        """Wrap their batches. `variables` are the global variables of their program, and `place` is the folder to write
+        to."""
         self._batches, self._place, self._variables = batches, place, variables
         self._points, self._loss = {0, *points}, 0.0
 
     def __iter__(self) -> Iterator[Any]:
-        """Their batches; what is between two of them is a step."""
+        """Yield their batches. A step is the time between two batches."""
         for step, batch in enumerate(self._batches):
             self.note(step)
             yield batch
 
     def note(self, step: int) -> None:
-        """So many steps are finished."""
-        total = self._variables["train_loss"]  # which they sum over steps, and print rounded
+        """Record that `step` steps are finished."""
+        total = self._variables["train_loss"]  # their sum of losses over steps
         row = {"step": step, "time_s": time.time(), "loss": total - self._loss}
         self._loss = total
         with (self._place / "steps.jsonl").open("a", encoding="utf-8") as file:
@@ -194,7 +201,8 @@ class Recorded:
 
 
 class LastStep:
-    """In place of their held-out iterator: they evaluate behind the last step, where their program ends."""
+    """Replaces their validation iterator. They evaluate after the last step, and this iterator then ends their
+    program."""
 
     def __init__(self, recorded: Recorded, step: int) -> None:
         self._recorded, self._step = recorded, step
@@ -205,7 +213,7 @@ class LastStep:
 
 
 def train_theirs(folder: Path, *, place: Path, config: Config) -> None:
-    """The process of theirs."""
+    """Run their program in this process, which is a child of this tool."""
     from tools.benchmarks.original_train import prepare, run_train
     from tools.benchmarks.peers import load
 
@@ -237,7 +245,8 @@ def train_theirs(folder: Path, *, place: Path, config: Config) -> None:
 
 
 def our_config(size: Size, *, corpus: Path, seed: int, place: Path, model: dict[str, Any] | None = None) -> Config:
-    """The run of ours; `model` is the section of the imported weights, where it is known."""
+    """Return the settings of our run. `model` is the section of the imported weights, or None if it is not known
+    yet."""
     own = {"dropout": size.dropout, "attention_dropout": size.attention_dropout}
     own |= {f"{name}_dropout": -1.0 for name in ("embed", "distance", "projection", "ff", "output")}
     optim = {"name": "adam", "lr": size.lr, "schedule": "cosine_from_start", "clip_norm": size.clip_norm}
@@ -262,18 +271,19 @@ def our_config(size: Size, *, corpus: Path, seed: int, place: Path, model: dict[
 
 
 class Turn(NamedTuple):
-    """A stretch of time in which a program ran and the other one did not."""
+    """A period of time in which one program ran while the other one was stopped."""
 
     begin: float
     end: float
-    """Both in seconds since 1970."""
+    """Begin and end of the turn, in seconds since 1970."""
     cpu_begin: float
     cpu_end: float
-    """Seconds of processor that the program had had."""
+    """CPU seconds of the program at the begin and at the end of the turn."""
 
 
 def spent(turns: Sequence[Turn], moment: float) -> tuple[float, float]:
-    """(seconds by the wall, seconds of processor) that a program had had by a moment; within a turn evenly."""
+    """Return (elapsed seconds, CPU seconds) of a program up to a moment. Within a turn the CPU seconds are interpolated
+    linearly."""
     wall, cpu = 0.0, turns[0].cpu_begin
     for turn in turns:
         if moment <= turn.begin:
@@ -285,7 +295,8 @@ def spent(turns: Sequence[Turn], moment: float) -> tuple[float, float]:
 
 
 def take_turn(child: psutil.Process, *, seconds: float, until: Path | None = None) -> Turn:
-    """Let a stopped program run for so long, or to its end, or until a file is there; then it is stopped again."""
+    """Continue a stopped program for `seconds`, until its end, or until the file `until` exists. Then stop the program
+    again."""
     begin, cpu_begin = time.time(), _cpu_seconds(child)
     child.resume()
     while not _has_ended(child) and time.time() < begin + seconds and not (until and until.exists()):
@@ -301,20 +312,21 @@ def _cpu_seconds(child: psutil.Process) -> float:
 
 
 def _has_ended(child: psutil.Process) -> bool:
-    return bool(child.status() == psutil.STATUS_ZOMBIE)  # it is kept until somebody asks how it ended
+    return bool(child.status() == psutil.STATUS_ZOMBIE)  # an ended child stays a zombie until its exit code is read
 
 
 # A pair
 
 
 def job_of(size: Size, *, corpus: Path) -> dict[str, Any]:
-    """What a pair is trained by, as job.json keeps it: a corpus that was prepared anew is another one."""
+    """Return the settings and the corpus of a pair, as job.json stores them. A corpus that was prepared again can have
+    another fingerprint."""
     job = {"size": size._asdict(), "data": open_corpus(corpus).fingerprint}
     return dict(json.loads(json.dumps(job)))
 
 
 def train_pair(folder: Path, size: Size, *, corpus: Path, seed: int, place: Path) -> None:
-    """Train both, in turns; leaves turns.json in `place`. Raises TxlError if one fails."""
+    """Train both programs in turns and write turns.json to `place`. Raises TxlError if a program fails."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     (place / "job.json").write_text(json.dumps(job_of(size, corpus=corpus)), encoding="utf-8")
@@ -350,7 +362,8 @@ def train_pair(folder: Path, size: Size, *, corpus: Path, seed: int, place: Path
 
 
 def _start(command: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
-    """Stopped at once. In a group of its own: should we be killed, the kernel hangs it up and it ends."""
+    """Start a program and stop it at once. It has its own process group, so that the kernel ends it if this process is
+    killed."""
     with log.open("wb") as file:
         child = subprocess.Popen(
             command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
@@ -370,14 +383,15 @@ def _imported(weights: Path, *, bundle: Path, corpus: Path, size: Size) -> Path:
 
 
 def losses_of(place: Path) -> dict[str, dict[int, tuple[float, float]]]:
-    """Of both: by finished steps, (moment, training loss of that step)."""
+    """Return for both programs, by finished steps, (moment, training loss of the step)."""
     theirs = [json.loads(line) for line in (place / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     kept = {THEIRS: theirs[1:], OURS: list(records_in(place / "run", "train").values())}
     return {name: {row["step"]: (row["time_s"], row["loss"]) for row in rows} for name, rows in kept.items()}
 
 
 def score_pair(size: Size, *, corpus: Path, place: Path) -> Iterator[tuple[str, int, float, float, float]]:
-    """(program, step, seconds, seconds of processor, held-out nats per token), of each point of both curves."""
+    """Yield (program, step, elapsed seconds, CPU seconds, validation loss in nats per token) of each point of both
+    curves."""
     turns = {
         name: [Turn(*one) for one in rows] for name, rows in json.loads((place / "turns.json").read_text()).items()
     }
@@ -396,7 +410,8 @@ def score_pair(size: Size, *, corpus: Path, place: Path) -> Iterator[tuple[str, 
 
 
 def check(folder: Path, size: Size, *, corpus: Path, place: Path) -> float:
-    """Train both small and without dropout; returns the largest relative difference of a step's training loss."""
+    """Train both programs with small settings and without dropout. Return the largest relative difference of a step's
+    training loss."""
     small = checked_size(size)
     train_pair(folder, small, corpus=corpus, seed=1, place=place)
     theirs, ours = (losses_of(place)[name] for name in (THEIRS, OURS))
@@ -410,18 +425,18 @@ def check(folder: Path, size: Size, *, corpus: Path, place: Path) -> float:
 
 
 class Record(NamedTuple):
-    """A point of a curve."""
+    """A point of a curve, which is a row of the records."""
 
     corpus: str
     seed: int
     program: str
     step: int
     seconds: float
-    """By the wall, in the program's own turns, from the end of its first step."""
+    """Elapsed seconds of the program's own turns, after the end of its first step."""
     cpu_seconds: float
-    """Of processor, in the same time."""
+    """CPU seconds in the same period."""
     held_out_nats: float
-    """Per token."""
+    """Validation loss in nats per token."""
     settings: str
     data: str
     commit: str
@@ -431,12 +446,12 @@ class Record(NamedTuple):
 
 
 def read_records() -> list[Record]:
-    """Those of the repository."""
+    """Return the records of the repository."""
     return read_rows(RECORDS, Record)
 
 
 def measure(folder: Path, size: Size, *, corpus: Path, seed: int, out: Path) -> list[Record]:
-    """Train and score a pair. Raises TxlError."""
+    """Train and score a pair, and return its rows. Raises TxlError."""
     place = out / f"{corpus.name}-{seed}"
     job = place / "job.json"
     is_same = job.is_file() and json.loads(job.read_text(encoding="utf-8")) == job_of(size, corpus=corpus)
@@ -459,7 +474,7 @@ def measure(folder: Path, size: Size, *, corpus: Path, seed: int, out: Path) -> 
 
 
 def settings_of(size: Size) -> str:
-    """All that both are told, in a line."""
+    """Return all settings that both programs get, in one line."""
     return " ".join(f"{name}={value}" for name, value in size._asdict().items()).replace(", ", ",")
 
 
@@ -473,14 +488,14 @@ _HEAD = (
 
 
 class Pair(NamedTuple):
-    """The two curves of a seed, by step."""
+    """The two curves of a seed, in the order of the steps."""
 
     theirs: list[Record]
     ours: list[Record]
 
 
 def pairs_of(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Pair]]:
-    """Whole pairs by corpus, settings and data."""
+    """Return the pairs by corpus, settings and data."""
     found: dict[tuple[str, str, str], dict[int, dict[str, list[Record]]]] = {}
     for row in records:
         seeds = found.setdefault((row.corpus, row.settings, row.data), {})
@@ -492,12 +507,13 @@ def pairs_of(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Pair]
 
 
 def rate_of(row: Record) -> float:
-    """The rate that both were told."""
+    """Return the learning rate of both programs."""
     return float(dict(word.split("=") for word in row.settings.split())["lr"])
 
 
 def seconds_to(curve: Sequence[Record], loss: float) -> float | None:
-    """Seconds of processor until a loss, between two points along a line; None if it is not reached."""
+    """Return the CPU seconds until a loss is reached, interpolated between two points. Return None if it is not
+    reached."""
     for before, after in itertools.pairwise(curve):
         if after.held_out_nats <= loss < before.held_out_nats:
             share = (before.held_out_nats - loss) / (before.held_out_nats - after.held_out_nats)
@@ -506,12 +522,13 @@ def seconds_to(curve: Sequence[Record], loss: float) -> float | None:
 
 
 def loss_at(curve: Sequence[Record], seconds: float) -> float:
-    """The loss by so many seconds of processor, along lines, the ends held."""
+    """Return the loss after `seconds` CPU seconds, interpolated between points. Outside the curve it is the loss of the
+    nearest end."""
     return float(np.interp(seconds, [row.cpu_seconds for row in curve], [row.held_out_nats for row in curve]))
 
 
 def table_of(records: Sequence[Record]) -> list[str]:
-    """Markdown, a row per corpus: means over its pairs, with their deviation."""
+    """Return the Markdown table with a row per corpus: means over its pairs, with their standard deviation."""
     lines = []
     for (corpus, _, _), pairs in pairs_of(records).items():
         theirs, ours = ([curves[side][-1] for curves in pairs] for side in (0, 1))
@@ -545,9 +562,10 @@ _HEAD_EQUAL_SECONDS = (
 
 
 def equal_seconds_table(records: Sequence[Record]) -> list[str]:
-    """Markdown: theirs planned for fewer steps beside ours planned for more, of the same weights at the start.
+    """Return the Markdown table that compares their program with fewer planned steps and ours with more, from the same
+    initial weights.
 
-    Its seconds are those of its own longer runs, which ours took turns with, as far as so many of their steps.
+    The seconds of their program are those of its longer runs in turns with ours, for the shorter number of steps.
     """
     groups = pairs_of(records)
     lines = []
@@ -575,13 +593,13 @@ def equal_seconds_table(records: Sequence[Record]) -> list[str]:
 
 
 def told_but_steps(key: tuple[str, str, str]) -> tuple[str, str, str]:
-    """Of a corpus, settings and data."""
+    """Return the key of a group (corpus, settings, data) without the number of steps."""
     corpus, settings, data = key
     return corpus, " ".join(word for word in settings.split() if not word.startswith("max_steps=")), data
 
 
 def write_table() -> None:
-    """Put the tables into notebook/results.md, and draw notebook/parity.svg."""
+    """Write the tables of notebook/results.md and draw notebook/parity.svg."""
     records = read_records()
     put_table(PAGE, BEGIN, table_of(records) if records else [])
     put_table(PAGE, BEGIN_EQUAL_SECONDS, equal_seconds_table(records))
@@ -590,7 +608,7 @@ def write_table() -> None:
 
 
 def draw(records: Sequence[Record], *, out: Path) -> None:
-    """A row per corpus: held-out loss over steps, and over seconds."""
+    """Draw a row of diagrams per corpus: validation loss over steps, and over CPU seconds."""
     groups = pairs_of(records)
     with picture(out, width=8.4, height=3.1 * len(groups)) as figure:
         for axes, ((corpus, _, _), pairs) in zip(
@@ -609,15 +627,17 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure the pairs without rows, check the losses, or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpora", type=Path, nargs="*", help=f"folders of txl prepare named {', '.join(SIZES)}")
+    parser.add_argument("corpora", type=Path, nargs="*", help=f"prepared corpora, in folders named {', '.join(SIZES)}")
     parser.add_argument("--original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the pairs")
-    parser.add_argument("--steps", type=int, default=0, help="others than those of the sizes")
+    parser.add_argument("--steps", type=int, default=0, help="number of steps; 0 means those of the sizes")
     parser.add_argument("--out", type=Path, default=Path("runs/parity"), help="folder of the runs")
-    parser.add_argument("--trial", action="store_true", help="print the points, and add none to notebook/parity.csv")
-    parser.add_argument("--check", action="store_true", help="20 small steps without dropout: are the losses the same?")
+    parser.add_argument(
+        "--trial", action="store_true", help="print the points without adding them to notebook/parity.csv"
+    )
+    parser.add_argument("--check", action="store_true", help="compare the losses of 20 small steps without dropout")
     parser.add_argument("--table", action="store_true", help="write the table and the picture from notebook/parity.csv")
     parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -625,7 +645,7 @@ def main() -> None:
         write_table()
         return
     if given.original is None or not (given.corpora or given.theirs):
-        parser.error("name a corpus, and --original")
+        parser.error("type the folder of a corpus, and --original DIR")
     if given.theirs:
         train_theirs(given.original, place=given.theirs, config=load_config(given.theirs / "lanes.toml"))
         return

@@ -1,12 +1,13 @@
-"""The loss of a model, told before it is trained, from three smaller ones.
+"""Predict the loss of a model before it is trained, from three smaller models.
 
-    python -m tools.experiments.studies sizes --corpus data/stdlib    the smaller ones, three seeds each
-    python -m tools.experiments.prediction --tell          write notebook/prediction.csv. Commit it, only then
-    python -m tools.experiments.studies larger --corpus data/stdlib  train the larger one
+    python -m tools.experiments.studies sizes --corpus data/stdlib    train the smaller models, three seeds each
+    python -m tools.experiments.prediction --tell          write notebook/prediction.csv. Commit it before the next step
+    python -m tools.experiments.studies larger --corpus data/stdlib  train the larger model
     python -m tools.experiments.prediction --table         write the table of notebook/results.md
 
-The law is the plainest there is: a line through the logarithms of the loss and of the parameters outside the tables, at
-equal tokens and the same rate, by least squares, a line per seed. Told are the mean of the seeds' and their deviation.
+The law is the simplest one: a line through the logarithms of the loss and of the parameters outside the tables, at
+equal tokens and the same learning rate. It is fitted by least squares for each seed. The prediction is the mean over
+the seeds with their standard deviation.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _HEAD = ("corpus", "seeds", "from models of, parameters", "for, parameters", "to
 
 
 class Prediction(NamedTuple):
-    """Of one corpus."""
+    """Prediction for one corpus, which is a row of the records."""
 
     corpus: str
-    """As `groups_of` names it in the study of sizes."""
+    """Name of the corpus' group in the study of sizes (see `groups_of`)."""
     seeds: int
     smaller: str
-    """Their parameters outside the tables."""
+    """Numbers of parameters of the smaller models, outside the tables."""
     parameters: int
-    """Of the larger one."""
+    """Number of parameters of the larger model, outside the tables."""
     nats: float
     deviation: float
     commit: str
@@ -56,14 +57,16 @@ class Prediction(NamedTuple):
 
 
 def told(points: Sequence[tuple[int, float]], *, parameters: int) -> float:
-    """The loss of a model of so many parameters, by a line through the logarithms of (parameters, loss)."""
+    """Return the predicted loss of a model, from a line through the logarithms of (parameters, loss) of other
+    models."""
     sizes, losses = np.log(np.array(points)).T
     slope, offset = np.polyfit(sizes, losses, 1)
     return float(np.exp(offset + slope * np.log(parameters)))
 
 
 def predict(records: Sequence[Record], *, parameters: int, settled: Collection[str] = ()) -> list[Prediction]:
-    """For each corpus of the study of sizes but the settled. Raises ConfigError if a size or two seeds are missing."""
+    """Return a prediction for each corpus of the study of sizes that is not in `settled`. Raises ConfigError if there
+    are fewer than two seeds of all sizes."""
     smaller, found = list(STUDIES["sizes"].variants), []
     for corpus, group in _measured(records).items():
         if corpus in settled:
@@ -82,15 +85,15 @@ def predict(records: Sequence[Record], *, parameters: int, settled: Collection[s
 
 
 def settled_of(records: Sequence[Record], predictions: Sequence[Prediction]) -> dict[str, str]:
-    """Of which corpora nothing can be told any more, and why."""
+    """Return the corpora for which no new prediction can be made, with the reason."""
     known = {one.corpus for one in predictions}
     trained = {told_on(row) for row in records if row.study == "larger"}
     found = {}
     for corpus, group in _measured(records).items():
         if corpus in known:
-            found[corpus] = f"told already in {RECORDS}, and what is told stays"
+            found[corpus] = f"{RECORDS} has its prediction already, which does not change"
         elif told_on(group[0]) in trained:
-            found[corpus] = "the larger model is trained, so what is told now is not a prediction"
+            found[corpus] = "the larger model is trained already, so its loss cannot be predicted any more"
     return found
 
 
@@ -99,7 +102,7 @@ def _measured(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def table_of(predictions: Sequence[Prediction], records: Sequence[Record]) -> list[str]:
-    """Markdown, a row per prediction."""
+    """Return the Markdown table, a row per prediction."""
     lines, groups = [], _measured(records)
     for one in predictions:
         about = {told_on(row) for row in groups.get(one.corpus, [])}
@@ -111,12 +114,12 @@ def table_of(predictions: Sequence[Prediction], records: Sequence[Record]) -> li
 
 
 def main() -> None:
-    """See the module."""
+    """Write the predictions, or the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--tell",
         action="store_true",
-        help="write notebook/prediction.csv, of corpora whose larger model is not yet trained",
+        help="write predictions to notebook/prediction.csv, for corpora whose larger model is not yet trained",
     )
     parser.add_argument("--table", action="store_true", help="write the table of notebook/results.md")
     given = parser.parse_args()
@@ -131,14 +134,14 @@ def main() -> None:
         settled = settled_of(records, read_rows(RECORDS, Prediction))
         reasons = [f"{corpus}: {why}." for corpus, why in settled.items()]
         if settled.keys() == _measured(records).keys():
-            raise ConfigError(" ".join([*reasons, "Make the study of sizes of another corpus."]))
+            raise ConfigError(" ".join([*reasons, "Run the study of sizes for another corpus."]))
         new = predict(records, parameters=parameters_outside_tables(larger), settled=settled)
         append_rows(RECORDS, Prediction._fields, new)
         print(*reasons, *new, sep="\n")
     elif given.table:
         put_table(PAGE, BEGIN, table_of(read_rows(RECORDS, Prediction), records))
     else:
-        parser.error("--tell or --table?")
+        parser.error("type --tell or --table")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Loss and time of the quick start over several seeds, as the README states them.
+"""Measure loss and time of the quick start over several seeds, for the README.
 
     python -m tools.experiments.quickstart --seeds 3       prepare, train and evaluate each seed, one after the other
     python -m tools.experiments.quickstart --table         print the README's table and all figures
 
 Each seed is trained and evaluated by the commands of `launch/quickstart.sh`. A row is appended to
-notebook/quickstart.csv as soon as a seed is evaluated. A seed that has a row from this processor is not
-trained again. With `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2` a processor with AVX-512 computes as one
-without.
+notebook/quickstart.csv as soon as a seed is evaluated. A seed that has a row from this processor is not trained again.
+`ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2` makes a processor with AVX-512 compute like a processor without
+it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LABELS = {
     "bigram": "bigram of the training text",
     "order_0": "frequencies of the training text",
 }
-"""Columns of the records with scores, and the words of the table for them."""
+"""Columns of the records that contain scores, with their names in the table."""
 
 
 class Record(NamedTuple):
-    """Scores in bits per byte of the validation split, and the training's time, for one seed."""
+    """Scores of one seed in bits per byte of the validation split, and the time of its training."""
 
     seed: int
     model: float
@@ -45,14 +45,14 @@ class Record(NamedTuple):
     bigram: float
     order_0: float
     nats_per_token: float
-    """Validation loss of the model."""
+    """Validation loss of the model in nats per token."""
     train_s: float
-    """From the start of `txl launch` to its end."""
+    """Seconds from the start of `txl launch` to its end."""
     corpus: str
     commit: str
     cpu: str
     kernels: str
-    """Widest vector instructions that torch uses, as `AVX2` or `AVX512`."""
+    """Widest vector instructions that torch uses, `AVX2` or `AVX512` for example."""
     torch: str
     date: str
 
@@ -89,7 +89,7 @@ def measure(*, seed: int, corpus: Path, run: Path) -> Record:
 
 
 def read_scores(path: Path) -> dict[str, dict[str, float]]:
-    """Read the JSON file of `txl evaluate`: values by the name of the score, without what is in brackets."""
+    """Return the scores in a JSON file of `txl evaluate`, by the name of the score without the part in brackets."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return {name.partition(" (")[0]: values for name, values in content.items()}
 
@@ -104,7 +104,7 @@ def table_of(records: Sequence[Record]) -> list[str]:
 
 
 def mean_and_range(values: Sequence[float]) -> str:
-    """Write a mean with its lowest and highest value; one number where all are equal after rounding."""
+    """Return a mean with its lowest and highest value as text. It is one number if all are equal after rounding."""
     lowest, highest = f"{min(values):.2f}", f"{max(values):.2f}"
     if lowest == highest:
         return lowest
@@ -129,12 +129,17 @@ def summary_of(records: Sequence[Record]) -> list[str]:
 
 
 def main() -> None:
-    """Measure seeds that have no row yet, or print the table."""
+    """Measure the seeds without a row, or print the table."""
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (default 3)")
-    parser.add_argument("--corpus", type=Path, default=Path("data/stdlib"), help="prepared here if it is missing")
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        default=Path("data/stdlib"),
+        help="folder of the corpus; it is prepared if it does not exist",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart_seeds"), help="folder of the runs")
     parser.add_argument("--table", action="store_true", help="print the README's table and all figures")
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What the recipes for two cores come to: trained as they are, scored as their pages say, a row per score.
+"""Train the recipes for two cores, evaluate them as their pages say, and record a row per score.
 
-    python -m tools.experiments.recipes books_bytes_cpu --precision bf16  trains, or goes on, then scores and records
+    python -m tools.experiments.recipes books_bytes_cpu --precision bf16  trains or resumes, then scores and records
     python -m tools.experiments.recipes --table                           the table of notebook/results.md
 
-The corpus is prepared before, as the recipe's header says. Seconds are those of training, its evaluations and
-checkpoints (`trainings.seconds_of`). Scores are made side by side, each on one thread. What has its row, of the same
-settings and corpus, is not made again, nor is a run trained whose scores all have theirs.
+Prepare the corpus first, as the recipe's header says. The recorded seconds contain training, its evaluations and
+checkpoints (`trainings.seconds_of`). Several scores are computed in parallel, each on one thread. A score that has a
+row for the same settings and corpus is not computed again. A run is not trained if all its scores have rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCORES = {
     "books_bpe_cpu": ("--split valid --num-lanes 16", "--split test --num-lanes 16"),
     "stdlib_cpu": ("--split valid --num-lanes 16",),
 }
-"""Flags of `txl evaluate`, per recipe; those that its header tells are among them."""
+"""Flags of `txl evaluate` for each recipe. They include the flags in the recipe's header."""
 COLUMNS = (
     *("recipe", "parameters", "seed", "ranks", "precision", "steps", "seconds", "settings", "corpus", "score"),
     *("tokens", "nats", "bits_per_byte", "ppl", "text", "commit", "cpu", "date"),
@@ -59,38 +59,40 @@ COLUMNS = (
 
 
 def train(recipe: Path, config: Config, *, ranks: int) -> None:
-    """The run with these settings, to its end, from where it stopped. Raises TxlError if it does not get there."""
+    """Train the run with these settings to its end, or resume it. Raises TxlError if it does not reach its end."""
     run = Path(config.run.dir)
     if (run / SETTINGS).exists() and load_config(run / SETTINGS) != config:
-        raise ConfigError(f"{run} was begun with other settings than {recipe.name} has. Move it away.")
+        raise ConfigError(f"{run} was begun with settings that differ from {recipe.name}. Move {run} to another place.")
     if not (run / DONE).exists():
         launcher = [sys.executable, "-m", "txl_dist", "launch", "--num_accelerators", str(ranks), str(recipe)]
         if code := subprocess.run([*launcher, *flags_of(config, base=recipe)], check=False).returncode:
             log = f", and in {run / LOG}" if (run / LOG).exists() else ""
-            raise CommandError(f"{recipe.name} ended with {code}: why stands above{log}.")
+            raise CommandError(f"{recipe.name} ended with {code}. Read its message above{log}.")
 
 
 def corpus_of(recipe: Path, config: Config) -> Corpus:
-    """What it reads. Raises ConfigError if nobody has prepared it."""
+    """Return the corpus of a recipe. Raises ConfigError if it was not prepared."""
     folder = Path(config.data.path)
     if not folder.exists():
-        raise ConfigError(f"{folder}, which {recipe.name} reads, is not there. Its header says how to prepare it.")
+        raise ConfigError(
+            f"{folder}, which {recipe.name} reads, does not exist. The header of {recipe.name} says how to prepare it."
+        )
     return open_corpus(folder)
 
 
 def words_of(name: str, config: Config, *, corpus: Corpus) -> dict[str, str]:
-    """Of a run's rows: what must be alike for a row to be of it."""
+    """Return the columns that identify the rows of a run."""
     facts = {"recipe": name, "seed": config.run.seed, "precision": config.engine.precision}
     facts |= {"steps": config.train.max_steps, "settings": mark_of(config), "corpus": named(corpus)}
     return {column: str(fact) for column, fact in facts.items()}
 
 
 def score(flags: str, *, rows: Rows, words: dict[str, str], config: Config) -> None:
-    """Score the run of these settings, and add the row. Raises TxlError if that fails."""
+    """Score the run of these settings and add the row. Raises TxlError if the evaluation fails."""
     run = Path(config.run.dir)
     result = run / f"score-{flags.replace(' ', '_').replace('--', '')}.json"
     run_txl("evaluate", run, *flags.split(), "--json", result)
-    (model,) = json.loads(result.read_text(encoding="utf-8")).values()  # by the name of its protocol
+    (model,) = json.loads(result.read_text(encoding="utf-8")).values()  # the key is the name of the protocol
     start = starts_of(run)[-1]
     rows.add(
         **words,
@@ -110,7 +112,7 @@ def score(flags: str, *, rows: Rows, words: dict[str, str], config: Config) -> N
 
 
 def text_of(config: Config, flags: str) -> str:
-    """Mark of the text that was scored; empty if it was a part of it, or if tokens are not all of it."""
+    """Return the hash of the scored text. It is empty if only a part was scored, or if the tokenizer loses text."""
     if "--protocol" in flags:
         return ""
     corpus, split = open_corpus(Path(config.data.path)), flags.split()[1]  # --split NAME
@@ -121,28 +123,28 @@ def text_of(config: Config, flags: str) -> str:
 
 
 def bring(name: str, *, rows: Rows, precision: str, ranks: int) -> None:
-    """Train a recipe and add the rows of its scores, as far as they are missing. Raises TxlError."""
+    """Train a recipe and add the rows of its missing scores. Raises TxlError."""
     recipe = ROOT / f"configs/{name}.toml"
     config = changed(load_config(recipe), {"engine.precision": precision})
     words = words_of(name, config, corpus=corpus_of(recipe, config))
     known = {row["score"] for row in rows.rows if words.items() <= row.items()}
     missing = [flags for flags in SCORES[name] if flags not in known]
     if not missing:
-        print(f"{name}: all its scores, of these settings on this corpus, stand in {rows.path}")
+        print(f"{name}: all its scores with these settings and this corpus are in {rows.path}")
         return
     train(recipe, config, ranks=ranks)
     side_by_side(partial(score, rows=rows, words=words, config=config), missing, jobs=ranks)
 
 
 def as_told(row: dict[str, str]) -> str:
-    """The loss in the unit of its field: bits per byte, perplexity per word, or nats per character."""
+    """Return the loss in the usual unit of the data set: bits per byte, perplexity per word, or nats per character."""
     if "nanogpt" in row["score"] or row["recipe"].startswith("tinyshakespeare"):
         return f"{row['nats']} nats per character"
     return f"{float(row['bits_per_byte']):.3f} bits per byte" if row["bits_per_byte"] else f"{row['ppl']} perplexity"
 
 
 def table_of(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Markdown: a row per score."""
+    """Return the Markdown table, a row per score."""
     head = ("recipe", "parameters", "steps", "minutes", "precision", "seed", "scored by", "nats per token", "as told")
     lines = []
     for row in rows:
@@ -153,17 +155,19 @@ def table_of(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def main() -> None:
-    """See the module."""
+    """Train and score the named recipes, and write the table if --table is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one after another: {', '.join(SCORES)}")
-    parser.add_argument("--precision", default="fp32", help="bf16 where the processor has instructions for it")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"recipes to train, one after another: {', '.join(SCORES)}"
+    )
+    parser.add_argument("--precision", default="fp32", help="type bf16 if the processor has instructions for bf16")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="write the table of notebook/results.md from the records")
     given = parser.parse_args()
     if unknown := set(given.names) - set(SCORES):
-        parser.error(f"{', '.join(sorted(unknown))}: no recipe that is scored here. There are {', '.join(SCORES)}")
+        parser.error(f"{', '.join(sorted(unknown))}: not a recipe of this program. The recipes are {', '.join(SCORES)}")
     if not (given.names or given.table):
-        parser.error("name a recipe, or --table")
+        parser.error("type the name of a recipe, or --table")
     try:
         rows = Rows(RECORDS, COLUMNS)
         for name in announced(given.names, what="recipe"):

@@ -1,7 +1,7 @@
-"""What the tools that measure for the repository share: records in a CSV, a table in a page, a picture, where and when.
+"""Shared functions of the programs that measure for the repository: records in a CSV, tables in pages, and pictures.
 
-A record is a NamedTuple; its CSV has a column per field, and a row is on disk when `append_rows` returns. Where the
-fields are words that are looked up by name, `Rows` keeps them.
+A record is a NamedTuple. Its CSV has a column per field, and a row is on disk when `append_rows` returns. `Rows` is for
+records whose fields are texts that are looked up by name.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from txl_dist.errors import TxlError
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = Path(__file__).parent / "notebook"
-"""Pages of measurements, with their records and pictures."""
+"""Folder of the pages with measurements, and of their records and pictures."""
 END = "<!-- end of table -->"
-"""Behind a table in a page; before it stands a comment with the command that writes it."""
+"""Comment after a table in a page. The comment before the table contains the command that writes it."""
 _WRITING = threading.RLock()
-"""Held while rows are added: runs made side by side may record at once."""
+"""Lock for adding rows, because runs in parallel can add rows at the same time."""
 
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
 
 class RecordsError(TxlError, ValueError):
-    """A file of records, or a row for it, has other columns than the program writes."""
+    """Raised if a file of records, or a row for it, has other columns than the program writes."""
 
 
 def read_rows(path: Path, kind: type[_Record]) -> list[_Record]:
-    """The records of a CSV, whose fields are str, int or float; none if there is no such file.
+    """Return the records of a CSV, whose fields are str, int or float. The list is empty if the file does not exist.
 
-    Raises RecordsError if it has other columns.
+    Raises RecordsError if the file has other columns.
     """
     kinds = get_type_hints(kind)
     return [kind(**{name: kinds[name](row[name]) for name in kinds}) for row in _words_in(path, list(kinds))]
 
 
 def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Add rows, and the head if they are the first. Raises RecordsError if the file has other columns."""
+    """Append rows, after the head if the file is empty. Raises RecordsError if the file has other columns."""
     with _WRITING:
         head = [] if _has_head(path, columns) else [columns]
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -53,7 +53,7 @@ def append_rows(path: Path, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def _words_in(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """Rows by column."""
+    """Return the rows of a CSV as dictionaries by column."""
     if not _has_head(path, columns):
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -61,7 +61,8 @@ def _words_in(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _has_head(path: Path, columns: Sequence[str]) -> bool:
-    """Whether a CSV is begun. Its columns must be these: below others, rows would say something else."""
+    """Return whether a CSV has a head. Raises RecordsError if its columns differ, because new rows would then be
+    wrong."""
     if not path.is_file():
         return False
     with path.open(encoding="utf-8", newline="") as file:
@@ -69,33 +70,34 @@ def _has_head(path: Path, columns: Sequence[str]) -> bool:
     if found and found != list(columns):
         raise RecordsError(
             f"{path} has the columns {', '.join(found)}, not {', '.join(columns)}. "
-            "Another version wrote it: take its rows over by hand, or move it away."
+            "Another version of the program wrote it. Copy its rows by hand, or move the file away."
         )
     return bool(found)
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A table."""
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(cells)} |" for cells in lines)]
 
 
 class Rows:
-    """A CSV with these columns, whose rows are words by column; runs made side by side may add to it."""
+    """A CSV with given columns, whose rows are dictionaries of texts. Runs in parallel can add rows to it."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        """Raises RecordsError if the file has other columns."""
+        """Read the file. Raises RecordsError if it has other columns."""
         self.path, self.columns = path, tuple(columns)
         self.rows = _words_in(path, columns)
 
     def add(self, **row: object) -> None:
-        """Append a row, None and what is missing as empty words; it is on disk when this returns.
+        """Append a row, which is on disk when this function returns. None and missing columns become empty texts.
 
         Raises RecordsError for a name that is not a column.
         """
         self.add_all([row])
 
     def add_all(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """The same of several at once, so that a program that is killed has recorded all of them or none."""
+        """Append several rows at once, so that a killed program has recorded all of them or none. Raises RecordsError
+        as `add` does."""
         rows = list(rows)
         if unknown := {name for row in rows for name in row} - {*self.columns}:
             raise RecordsError(f"{self.path} has no column {', '.join(sorted(unknown))}.")
@@ -107,14 +109,16 @@ class Rows:
 
 
 def put_table(page: Path, begin: str, lines: Sequence[str]) -> None:
-    """Replace what stands in a page between a comment and the next `END`. Raises ValueError if it lacks them."""
+    """Replace the text of a page between the comment `begin` and the next `END`. Raises ValueError if the page does not
+    contain them."""
     before, _, behind = _parted(page, begin)
     table = "\n".join(["", *lines, ""]) if lines else ""
     page.write_text(f"{before}{begin}\n{table}\n{END}{behind}", encoding="utf-8")
 
 
 def table_in(page: Path, begin: str) -> list[str]:
-    """Its lines. Raises ValueError if the page lacks the comments around it."""
+    """Return the lines of a table in a page. Raises ValueError if the page does not contain the comments around the
+    table."""
     return _parted(page, begin)[1].strip().splitlines()
 
 
@@ -126,14 +130,15 @@ def _parted(page: Path, begin: str) -> tuple[str, str, str]:
 
 
 def spread(values: Sequence[float], *, digits: int, sign: str = "") -> str:
-    """Mean, and deviation if there are several."""
+    """Return the mean as text, with the standard deviation if there are several values."""
     deviation = f" +- {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{sign}.{digits}f}{deviation}"
 
 
 @contextmanager
 def picture(out: Path, *, width: float, height: float) -> Iterator[Any]:
-    """A matplotlib Figure, sizes in inches; then the SVG is written, whose bytes depend on the numbers alone."""
+    """Yield a matplotlib Figure with sizes in inches, then write it as SVG. The bytes of the file depend only on the
+    drawn numbers."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -146,25 +151,25 @@ def picture(out: Path, *, width: float, height: float) -> Iterator[Any]:
 
 
 def commit() -> str:
-    """Of the repository, shortened; + if tracked files, other than records, differ from it."""
+    """Return the short hash of the repository's commit, with + if tracked files other than records have changed."""
     differing = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!*.csv")
     return _git("rev-parse", "--short", "HEAD") + ("+" if differing else "")
 
 
 def cpu() -> str:
-    """Its name, and the widest vectors that it has."""
+    """Return the name of the processor, with AVX-512 if it has these instructions."""
     facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     name = re.search(r"model name\s*:\s*(.*)", facts)
     return f"{name[1] if name else platform.processor()}{' AVX-512' if 'avx512f' in facts else ''}"
 
 
 def today() -> str:
-    """In UTC."""
+    """Return the date in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 def origin() -> dict[str, str]:
-    """Columns of a row: by which code, on what, and when it was measured."""
+    """Return the columns commit, cpu and date of a row."""
     return {"commit": commit(), "cpu": cpu(), "date": today()}
 
 

@@ -1,13 +1,13 @@
-"""Seconds from the command to a fixed held-out loss, on two cores; the rules are in notebook/speedrun.md.
+"""Measure the seconds from the command to a fixed validation loss, on two cores. notebook/speedrun.md has the rules.
 
     python -m tools.experiments.speedrun configs/quickstart.toml MORE.toml --seeds 5 --peer-original DIR    measure
     python -m tools.experiments.speedrun --table                                                    write the table
 
 An entry is a recipe, trained by `txl launch --num_accelerators 2`, or the original authors' own train.py on the same
-ids (benchmarks/original_train.py). `--then NAME "--optim.lr 4e-3 ..."` is one more entry: the first recipe with these
-settings and those of the `--then` before it. Entries take turns, seed by seed. A row is appended to speedrun.csv as
-soon as it is known, and a row that is there, of the same settings and corpus, is not measured again. A run that was
-stopped goes on where it was (ours) or begins anew (theirs), and the seconds of all its starts count.
+ids (benchmarks/original_train.py). `--then NAME "--optim.lr 4e-3 ..."` adds an entry: the first recipe with these
+settings and with those of each `--then` before it. Entries take turns, seed by seed. A row is appended to speedrun.csv
+at once. A run that has a row for the same settings and corpus is not measured again. An interrupted run is resumed
+(ours) or begins again (theirs), and the seconds of all its starts count.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from txl_dist.errors import ConfigError, TxlError
 
 RECORDS, PAGE = NOTEBOOK / "speedrun.csv", NOTEBOOK / "speedrun.md"
 TARGET_NATS = 4.10
-"""Per token of the held-out split: the mean over an entry's seeds may not be above it."""
+"""Largest allowed mean of the validation loss over an entry's seeds, in nats per token."""
 LEAST_SEEDS = 3
 CORES = 2
 EVALUATION = ("--num-lanes", "16")
-"""The same for all entries, on the whole split; each lane's memory is carried through it."""
+"""Flags of `txl evaluate` for all entries, on the whole split. Each lane (batch row) keeps its memory through the
+split."""
 ORIGINAL = "original"
 BEGIN = "<!-- table: python -m tools.experiments.speedrun --table -->"
 _HEAD = (
@@ -58,14 +59,14 @@ _HEAD = (
 
 
 class Record(NamedTuple):
-    """One run."""
+    """Result of one run."""
 
     entry: str
     settings: str
-    """Fingerprint of what it was trained with; rows of others are other entries."""
+    """Hash of the settings. Rows with another hash are other entries."""
     seed: int
     seconds: float
-    """From the command to its end, over all of its starts."""
+    """Seconds from the command to its end, summed over all its starts."""
     starts: int
     held_out_nats: float
     bits_per_byte: float
@@ -74,32 +75,32 @@ class Record(NamedTuple):
     cpu: str
     torch: str
     others: float
-    """Cores that other programs, and a virtual machine's neighbours, had while it trained: above 0.1 the seconds are
-    not those of a quiet machine."""
+    """Average number of cores that other programs and other virtual machines used during the training. Above 0.1 the
+    seconds are not those of an idle machine."""
     date: str
 
 
 class Entry(NamedTuple):
-    """What competes."""
+    """A recipe or code that takes part in the comparison."""
 
     name: str
     settings: str
     config: Config | None
-    """None: the original."""
+    """Settings of the run. An entry of the original has the settings of the recipe whose sizes it uses."""
     words: tuple[str, ...] = ()
-    """Of the original's command line."""
+    """Arguments of the original's program."""
     folder: Path | None = None
-    """Of the original's code."""
+    """Folder of the original's code, or None for our code."""
 
 
 def entry_of(name: str, config: Config) -> Entry:
-    """A recipe."""
+    """Return the entry of a recipe."""
     nowhere = changed(config, {"run.seed": 0, "run.dir": "", "data.path": ""})
     return Entry(name, hashlib.sha256(config_to_toml(nowhere).encode()).hexdigest()[:12], config)
 
 
 def with_flags(config: Config, flags: str) -> Config:
-    """With settings as they are given to `txl train`. Raises ConfigError."""
+    """Return the settings with the changes of flags of `txl train`. Raises ConfigError."""
     values: dict[str, list[str]] = {}
     words: list[str] = []
     for word in shlex.split(flags):
@@ -116,7 +117,8 @@ def with_flags(config: Config, flags: str) -> Config:
 
 
 def entries_of(recipes: Sequence[Path], steps: Sequence[tuple[str, str]], *, corpus: Path) -> list[Entry]:
-    """The first recipe, it with more and more settings, the other recipes. Raises ConfigError."""
+    """Return the first recipe, then this recipe with more and more settings, then the other recipes. Raises
+    ConfigError."""
     first, *others = (entry_of(path.stem, changed(load_config(path), {"data.path": str(corpus)})) for path in recipes)
     entries = [first]
     for name, flags in steps:
@@ -127,8 +129,8 @@ def entries_of(recipes: Sequence[Path], steps: Sequence[tuple[str, str]], *, cor
 
 
 def original_entry(folder: Path, like: Config, *, more: Sequence[str]) -> Entry:
-    """The authors' code with the sizes, lengths, batch, steps, rate and clipping of a recipe, as far as it has flags
-    for them; `more` are flags that come last and win."""
+    """Return the entry of the authors' code with the sizes, lengths, batch, steps, learning rate and clipping of a
+    recipe, where the code has flags for them. The flags `more` come last and override others."""
     model, optim, train = like.model, like.optim, like.train
     flags = {
         "dataset": "wt103", "n_layer": model.num_layers, "n_head": model.num_heads, "d_head": model.head_width,
@@ -141,18 +143,18 @@ def original_entry(folder: Path, like: Config, *, more: Sequence[str]) -> Entry:
     words += [word for name, value in flags.items() for word in (f"--{name}", str(value))] + list(more)
     steps = argparse.ArgumentParser()
     steps.add_argument("--max_step")
-    words += ["--eval-interval", steps.parse_known_args(words)[0].max_step]  # that is when it saves
+    words += ["--eval-interval", steps.parse_known_args(words)[0].max_step]  # their program saves at each evaluation
     settings = hashlib.sha256(json.dumps([words, model.cutoffs]).encode()).hexdigest()[:12]
     return Entry(ORIGINAL, settings, like, tuple(words), folder)
 
 
 def measure(entry: Entry, *, seed: int, out: Path, corpus: Path) -> Record:
-    """Train and score one run. Raises TxlError if a command fails, KeyboardInterrupt if it was stopped."""
+    """Train and score one run. Raises TxlError if a command fails, and KeyboardInterrupt if it was interrupted."""
     place = out / f"{entry.name.replace(' ', '_')}-{entry.settings}" / f"seed-{seed}"
     clock = place.with_suffix(".json")
     known = json.loads(clock.read_text(encoding="utf-8")) if clock.is_file() else None
     if known is None or (entry.folder and not known["done"]):
-        shutil.rmtree(place, ignore_errors=True)  # it cannot go on, or nobody has said how long it took
+        shutil.rmtree(place, ignore_errors=True)  # it cannot be resumed, or its seconds are unknown
     known = known or {"seconds": 0.0, "others_s": 0.0, "starts": 0, "done": False}
     place.parent.mkdir(parents=True, exist_ok=True)
     if not known["done"]:
@@ -202,7 +204,8 @@ def _command(entry: Entry, *, seed: int, place: Path, corpus: Path) -> list[str]
 
 
 def _run(command: Sequence[str], *, log: Path) -> None:
-    """To its end; a request to stop is passed on, and waited for. Raises TxlError if it fails."""
+    """Run a command to its end. A request to stop is sent to the command, and its end is awaited. Raises TxlError if
+    the command fails."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GOMP_SPINCOUNT": "10000"}
     with log.open("ab") as file:
@@ -220,21 +223,24 @@ def _run(command: Sequence[str], *, log: Path) -> None:
 
 
 def _others_seconds() -> float:
-    """Of all cores, which neither they nor this program's ended children had; from an unknown moment."""
+    """Return the CPU seconds of all cores that were not used by the ended children of this program. Only differences of
+    two calls have a meaning."""
     cores, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
     busy = cores.user + cores.system + cores.nice + cores.irq + cores.softirq + cores.steal
     return float(busy - children.ru_utime - children.ru_stime)
 
 
 def read_records() -> list[Record]:
-    """Those of the repository."""
+    """Return the records of the repository."""
     return read_rows(RECORDS, Record)
 
 
 def table_of(records: Sequence[Record]) -> list[str]:
-    """Markdown, a row per entry, in the order of the records: means over all of its seeds, with their deviation.
+    """Return the Markdown table with a row per entry, in the order of the records: means over all seeds, with their
+    standard deviation.
 
-    An entry counts with the seeds 0 to n - 1, n at least `LEAST_SEEDS`, and a mean loss of at most `TARGET_NATS`.
+    An entry counts if it has the seeds 0 to n - 1, with n at least `LEAST_SEEDS`, and a mean loss of at most
+    `TARGET_NATS`.
     """
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
@@ -251,7 +257,7 @@ def table_of(records: Sequence[Record]) -> list[str]:
 
 
 def judged(rows: Sequence[Record]) -> str:
-    """Whether an entry reaches the target, or why that is not said."""
+    """Return whether an entry reaches the target, or the reason why it is not judged."""
     if sorted(row.seed for row in rows) != list(range(len(rows))) or len(rows) < LEAST_SEEDS:
         return f"not judged: seeds 0 to {LEAST_SEEDS - 1} at least"
     return "yes" if round(statistics.fmean(row.held_out_nats for row in rows), 4) <= TARGET_NATS else "no"
@@ -266,31 +272,38 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Measure the entries and seeds without rows, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", type=Path, nargs="*", help="TOML files; the original takes the sizes of the first")
     parser.add_argument(
-        "--then", nargs=2, action="append", default=[], metavar=("NAME", "FLAGS"), help="one change more"
+        "--then",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "FLAGS"),
+        help="add an entry with one more change",
     )
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 0 to N - 1")
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
-    parser.add_argument("--original-flags", default="", metavar="FLAGS", help="flags of its train.py that win")
+    parser.add_argument(
+        "--original-flags", default="", metavar="FLAGS", help="flags of its train.py that override others"
+    )
     parser.add_argument("--corpus", type=Path, default=Path("data/stdlib"))
     parser.add_argument("--out", type=Path, default=Path("runs/speedrun"))
     parser.add_argument("--table", action="store_true", help="write the table of notebook/speedrun.md from the records")
-    parser.add_argument("--trial", action="store_true", help="print the rows, and add none to the records")
+    parser.add_argument("--trial", action="store_true", help="print the rows without recording them")
     given = parser.parse_args()
     if given.table:
         put_table(PAGE, BEGIN, table_of(read_records()))
         return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES:
-        raise ConfigError(f"the rules ask for {CORES} cores, and this process may use {len(cores)}.")
+        raise ConfigError(f"the rules require {CORES} cores, but this process can use only {len(cores)}.")
     os.sched_setaffinity(0, cores[:CORES])
     signal.signal(signal.SIGTERM, _interrupt)
     corpus, out = given.corpus.resolve(), given.out.resolve()
     if not given.recipes:
-        parser.error("name a recipe")
+        parser.error("type the file of a recipe")
     entries = entries_of(given.recipes, given.then, corpus=corpus)
     if given.peer_original:
         like = entries[0].config

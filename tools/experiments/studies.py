@@ -1,20 +1,20 @@
-"""What one setting is worth, all else equal: trainings from the same seeds, scored on the same tokens.
+"""Measure the effect of one setting, with all others equal: runs with the same seeds, scored on the same tokens.
 
     python -m tools.experiments.studies memory --corpus data/books --corpus data/stdlib   add to notebook/studies.csv
     python -m tools.experiments.studies softmax --corpus data/wikitext-2
     python -m tools.experiments.studies --table        write the tables of notebook/results.md, and study_*.svg
 
     memory     a memory of 0, 1, 2 and 4 times the segment
-    borders    memory that runs over document borders, and a mask there; both score the same tokens
-    softmax    adaptive, and full
-    norm       in front of each block, and behind it
-    precision  ZeRO 0 to 3 and bf16 beside fp32, on two ranks
-    sizes      three widths, from which tools/experiments/prediction.py tells the loss of
-    larger     the one that is told of; train it once that is committed
+    borders    memory across document borders, or a mask at the borders; both score the same tokens
+    softmax    adaptive softmax, and full softmax
+    norm       norm before each block, and after each block
+    precision  ZeRO 0 to 3 and bf16, compared with fp32, on two ranks
+    sizes      three widths, from which tools/experiments/prediction.py predicts the loss of `larger`
+    larger     the predicted model; train it after the prediction is committed
 
-All are trained as configs/modern_quickstart.toml says, but for the one setting, for equally many steps of equally many
-tokens. The loss is the whole split's, memory carried; the one by position is of the last evaluation while it trained.
-Seconds are those of its steps, and belong beside each other only if no other program ran: `--jobs 1`.
+All runs use configs/modern_quickstart.toml except for the one setting, with the same number of steps and tokens. The
+loss is that of the whole validation split, with memory. The loss by position comes from the last evaluation during
+training. Seconds are those of the steps. Compare them only if no other program ran, with `--jobs 1`.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ RECORDS, PAGE = NOTEBOOK / "studies.csv", NOTEBOOK / "results.md"
 RECIPE = ROOT / "configs/modern_quickstart.toml"
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8")
 NUM_EVALUATIONS, EVALUATED_TOKENS = 5, 61_440
-"""While it trains."""
+"""Number of evaluations during training, and tokens of each evaluation."""
 _HEAD = ("corpus", "variant", "seeds", "nats per token", "bits per byte", "beside the first", "seconds", "GiB")
 
 
 class Study(NamedTuple):
-    """One question."""
+    """One question: the variants to compare."""
 
     variants: dict[str, dict[str, Any]]
-    """Settings of each, the one that the others stand beside first."""
+    """Changed settings of each variant. The first variant is the one with which the others are compared."""
     steps: int
     ranks: int = 1
 
@@ -87,7 +87,7 @@ STUDIES = {
 
 
 class Record(NamedTuple):
-    """One run."""
+    """Result of one run."""
 
     study: str
     corpus: str
@@ -95,28 +95,29 @@ class Record(NamedTuple):
     seed: int
     steps: int
     nats: float
-    """Per token of the whole held-out split."""
+    """Loss in nats per token of the whole validation split."""
     bits_per_byte: float
-    """nan where the corpus does not know its bytes."""
+    """Bits per byte, or nan if the corpus does not have the number of its bytes."""
     seconds: float
-    """Of its steps."""
+    """Seconds of the run's steps."""
     peak_gib: float
-    """Of a rank."""
+    """Peak memory of a rank in GiB."""
     parameters: int
-    """Outside the tables of embedding and softmax."""
+    """Number of parameters outside the tables of embedding and softmax."""
     curve: str
-    """step:loss of the evaluations while it trained."""
+    """`step:loss` of the evaluations during training."""
     by_position: str
-    """Losses in bins of the segment, the first tokens first."""
+    """Losses by position in the segment, in bins, from the first tokens to the last."""
     data: str
-    """Begin of the corpus' fingerprint."""
+    """First 12 digits of the corpus' fingerprint."""
     commit: str
     cpu: str
     date: str
 
 
 def folder_of(study: str, *, corpus: str, data: str, variant: str, steps: int, seed: int, trial: bool) -> str:
-    """Name of a run's folder: one with another name is never gone on with."""
+    """Return the name of a run's folder. Runs that differ in an argument have other names, so that none resumes
+    another."""
     words = [study, corpus, data, variant, str(steps), str(seed), *(["trial"] if trial else [])]
     return "-".join(words).replace(", ", "-").replace(" ", "_")
 
@@ -124,7 +125,7 @@ def folder_of(study: str, *, corpus: str, data: str, variant: str, steps: int, s
 def config_of(
     study: Study, variant: str, *, corpus: Path, vocab_size: int, seed: int, steps: int, place: Path
 ) -> Config:
-    """Settings of a run. Raises ConfigError."""
+    """Return the settings of a run. Raises ConfigError if they do not fit together."""
     base = load_config(RECIPE)
     lanes = base.train.num_lanes // study.ranks
     values: dict[str, Any] = {"engine.zero_stage": 1 if study.ranks > 1 else 0, "train.microbatch_lanes": lanes}
@@ -134,14 +135,16 @@ def config_of(
     values["model.cutoffs"] = cutoffs_below(base.model.cutoffs, vocab_size=vocab_size)
     if study is STUDIES["softmax"] and not values["model.cutoffs"]:
         least = min(base.model.cutoffs)
-        raise ConfigError(f"{corpus} has {vocab_size} ids, and cutoffs begin at {least}: both softmaxes are one model.")
+        raise ConfigError(
+            f"{corpus} has {vocab_size} ids, but cutoffs begin at {least}: both softmaxes are the same model."
+        )
     config = changed(base, values | study.variants[variant])
     check_config(config)
     return config
 
 
 def measure(name: str, *, variant: str, corpus: Path, seed: int, steps: int, out: Path, trial: bool) -> Record:
-    """Train and score. Raises TxlError."""
+    """Train and score a run, and return its row. Raises TxlError."""
     study, data = STUDIES[name], open_corpus(corpus)
     about: dict[str, Any] = {"corpus": corpus.name, "data": data.fingerprint[:12], "variant": variant}
     about |= {"steps": steps, "seed": seed}
@@ -168,20 +171,20 @@ def measure(name: str, *, variant: str, corpus: Path, seed: int, steps: int, out
 
 
 def parameters_outside_tables(config: Config) -> int:
-    """Of its blocks."""
+    """Return the number of parameters of the model's blocks."""
     with torch.device("meta"):
         model = TransformerXL(config.model, vocab_size=100_000)
     return sum(parameter.numel() for parameter in model.blocks.parameters())
 
 
 def told_on(row: Record) -> tuple[str, str, int]:
-    """What runs of a study have in common that may stand beside each other."""
+    """Return the key (corpus, data, steps) of runs that can be compared."""
     return row.corpus, row.data, row.steps
 
 
 def groups_of(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Those that may stand beside each other, by name: that of the corpus, and behind the first group of a corpus also
-    the data or the steps that are others."""
+    """Return groups of runs that can be compared, by name. The name is that of the corpus. Later groups of the same
+    corpus also have the differing data or steps in their name."""
     first: dict[str, Record] = {}
     found: dict[str, list[Record]] = {}
     for row in records:
@@ -193,7 +196,8 @@ def groups_of(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def table_of(records: Sequence[Record]) -> list[str]:
-    """Markdown: a row per group and variant; differences are those of the seeds that the study's first one has too."""
+    """Return the Markdown table with a row per group and variant. Differences use only seeds that the study's first
+    variant has too."""
     groups = groups_of(records)
     lines = []
     for (name, group), variant in itertools.product(groups.items(), dict.fromkeys(row.variant for row in records)):
@@ -216,7 +220,8 @@ def table_of(records: Sequence[Record]) -> list[str]:
 
 
 def draw(records: Sequence[Record], *, out: Path) -> None:
-    """A row per group: held-out loss over steps, and by position in the segment; means over the seeds."""
+    """Draw a row of diagrams per group: validation loss over steps, and by position in the segment. Values are means
+    over the seeds."""
     groups = groups_of(records)
     variants = list(dict.fromkeys(row.variant for row in records))
     with picture(out, width=8.4, height=3.1 * len(groups)) as figure:
@@ -236,12 +241,12 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
 
 
 def begin_of(study: str) -> str:
-    """The comment before its table."""
+    """Return the comment before a study's table."""
     return f"<!-- table: python -m tools.experiments.studies --table ({study}) -->"
 
 
 def ordered(records: Sequence[Record]) -> list[Record]:
-    """Those of a study by corpus, and of a corpus as the groups came, as variants are listed, and by seed."""
+    """Return the records of a study in the order of corpus, group, variant and seed."""
     groups = list(dict.fromkeys(map(told_on, records)))
     variants = list(STUDIES[records[0].study].variants)
     return sorted(
@@ -250,7 +255,7 @@ def ordered(records: Sequence[Record]) -> list[Record]:
 
 
 def write_tables() -> None:
-    """Of all studies that have records."""
+    """Write the tables and pictures of all studies that have records."""
     records = read_rows(RECORDS, Record)
     for study in dict.fromkeys(row.study for row in records):
         rows = ordered([row for row in records if row.study == study])
@@ -259,24 +264,26 @@ def write_tables() -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Make the runs without rows, or write the tables and pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", nargs="?", choices=STUDIES)
-    parser.add_argument("--corpus", type=Path, action="append", default=[], metavar="DIR", help="prepared; one or more")
+    parser.add_argument(
+        "--corpus", type=Path, action="append", default=[], metavar="DIR", help="prepared corpus; can be repeated"
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
-    parser.add_argument("--steps", type=int, default=0, help="of each run; 0 means the study's")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each rank on one thread")
+    parser.add_argument("--steps", type=int, default=0, help="steps of each run; 0 means the study's default")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs in parallel, each rank on one thread")
     parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder for the runs")
-    parser.add_argument("--trial", action="store_true", help="print the table, and record nothing")
+    parser.add_argument("--trial", action="store_true", help="print the table without recording rows")
     parser.add_argument("--table", action="store_true", help="write the tables and draw the pictures")
     given = parser.parse_args()
     if given.table:
         write_tables()
         return
     if not (given.study and given.corpus):
-        parser.error("name a study and a corpus")
+        parser.error("type the name of a study, and --corpus DIR")
     steps, out = given.steps or STUDIES[given.study].steps, given.out.resolve()
-    if steps < 2:  # the first one is not timed
+    if steps < 2:  # the first step is not timed
         parser.error("--steps wants 2 at least")
     corpora = {path: (path.name, open_corpus(path).fingerprint[:12], steps) for path in map(Path.resolve, given.corpus)}
     known = {(row.study, told_on(row), row.variant, row.seed) for row in read_rows(RECORDS, Record)}

@@ -1,4 +1,4 @@
-"""The text of a split, byte for byte, for what asks for no tokens."""
+"""The text of a split, byte for byte, for programs that do not use tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ END_OF_DOCUMENT = b"\xff"
 
 
 def marked_text(split: Split) -> bytes:
-    """The text of a split as compressors get it: FF in the place of each end-of-text.
+    """Return the text of a split as compressors get it, with a byte FF in place of each end-of-text token.
 
-    Raises DataError if it is not what bits per byte are told of, or holds an FF itself.
+    Raises DataError if bits per byte are not defined for the split, or if the text itself contains FF.
     """
     if problem := text_units([split], mask_documents=False).problem:
-        raise DataError(f"{problem}: bits per byte want text, and a tokenizer that loses nothing of it, as byte is.")
+        raise DataError(f"{problem}: bits per byte need a text and a lossless tokenizer, for example byte.")
     corpus, marks = split.corpus, 0
     parts = list[bytes]()
     for document in split.each_document():
@@ -29,7 +29,7 @@ def marked_text(split: Split) -> bytes:
     if (text.count(END_OF_DOCUMENT), len(text)) != (marks, split.text_bytes + marks):
         raise DataError(
             f"{corpus.name} ({split.name}) has {len(text) - marks:,} bytes, {text.count(END_OF_DOCUMENT) - marks} of "
-            f"them FF, and its index says {split.text_bytes:,}, of UTF-8. Prepare it again, from text."
+            f"them FF, but its index says {split.text_bytes:,} bytes of UTF-8. Prepare the corpus again from text."
         )
     return text
 
@@ -40,5 +40,5 @@ def _spelled(ids: list[int], corpus: Corpus) -> bytes:
 
 
 def mark_of_text(text: bytes) -> str:
-    """How rows tell a text: the begin of its hash."""
+    """Return the first 12 digits of the text's sha256, which identify the text in rows."""
     return hashlib.sha256(text).hexdigest()[:12]

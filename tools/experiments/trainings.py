@@ -1,4 +1,4 @@
-"""Trainings in processes of their own: for tools that compare settings."""
+"""Run `txl` commands in other processes and read their records, for programs that compare settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from txl_dist.errors import TxlError
 _Item = TypeVar("_Item")
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-"""Of the runs, a thread per rank and no GPU: as it is before a process measures, and is a rank of its own job."""
+"""Environment of the runs: one thread per rank and no GPU. It is copied when this module is imported, before a program
+joins a process group and sets the variables of its own rank."""
 
 
 class CommandError(TxlError, RuntimeError):
-    """A command failed; its last words."""
+    """Raised if a command fails, with the end of its output."""
 
 
 def flags_of(config: Config, *, base: Path) -> list[str]:
-    """Words of a command line that make of a recipe these settings."""
+    """Return the flags that change the recipe `base` to these settings."""
     plain = dict(flat(load_config(base)))
     differing = {key: value for key, value in flat(config) if value != plain[key]}
     values = {key: value if isinstance(value, list) else [value] for key, value in differing.items()}
@@ -37,7 +38,7 @@ def flags_of(config: Config, *, base: Path) -> list[str]:
 
 
 def run_txl(*words: object) -> float:
-    """A command, on one thread; its seconds. Raises CommandError if it fails."""
+    """Run a `txl` command on one thread and return its seconds. Raises CommandError if it fails."""
     command, began = [sys.executable, "-m", "txl_dist", *map(str, words)], time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     if result.returncode:
@@ -47,12 +48,13 @@ def run_txl(*words: object) -> float:
 
 
 def train(config: Config, *, base: Path) -> float:
-    """The run of a recipe with these settings, to its end, from where it stopped; the seconds of this start."""
+    """Train the run of a recipe with these settings to its end, or resume it. Return the seconds of this start."""
     return run_txl("train", base, *flags_of(config, base=base))
 
 
 def records_of(run: Path) -> list[dict[str, Any]]:
-    """What a run has written into metrics.jsonl; a line that a kill has cut is none, and others may stand behind it."""
+    """Return the records in a run's metrics.jsonl. A line that was cut by a kill is skipped, and lines after it are
+    read."""
     found = []
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
@@ -61,15 +63,16 @@ def records_of(run: Path) -> list[dict[str, Any]]:
 
 
 def records_in(run: Path, kind: str) -> dict[int, dict[str, Any]]:
-    """Those of a kind by step, in order; of what a run that went on wrote twice, the last. None before it begins."""
+    """Return the records of a kind by step, in order. If a resumed run wrote a step twice, the last record counts. The
+    dictionary is empty before the run begins."""
     rows = records_of(run) if (run / "metrics.jsonl").is_file() else []
     found = {row["step"]: row for row in rows if row["kind"] == kind}
     return {step: found[step] for step in sorted(found)}
 
 
 def seconds_of(run: Path) -> float:
-    """How long its starts took together, each from its first record to its last: evaluations and checkpoints are in
-    it, the start of the processes (some seconds) and the pauses between two starts are not."""
+    """Return the seconds of all starts of a run, each from its first record to its last. They include evaluations and
+    checkpoints. They do not include the start of the processes (some seconds) and the pauses between two starts."""
     starts: list[list[float]] = []
     for record in records_of(run):
         if record.get("event") == "start":
@@ -80,7 +83,7 @@ def seconds_of(run: Path) -> float:
 
 
 def starts_of(run: Path) -> list[dict[str, Any]]:
-    """What it has written of each of its starts. Raises CommandError if there was none."""
+    """Return the record of each start of a run. Raises CommandError if the run was not started."""
     found = [record for record in records_of(run) if record.get("event") == "start"]
     if not found:
         raise CommandError(f"{run} has not been started")
@@ -88,30 +91,33 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
 
 
 def commits_of(run: Path) -> str:
-    """Of the code that trained it, shortened as `recording.commit` is; several if it went on with other code."""
+    """Return the short hash of the commit that trained the run, in the form of `recording.commit`. There are several if
+    it was resumed with other code."""
     told = [str(start.get("commit", "")) for start in starts_of(run)]
     return " ".join(dict.fromkeys(one[:7] + "+" * one.endswith("-dirty") for one in told))
 
 
 def named(corpus: Corpus) -> str:
-    """How rows tell a corpus: its name and the begin of its fingerprint."""
+    """Return the name of a corpus and the first 8 digits of its fingerprint, which identify the corpus in rows."""
     return f"{corpus.name} {corpus.fingerprint[:8]}"
 
 
 def cutoffs_below(cutoffs: Iterable[int], *, vocab_size: int) -> tuple[int, ...]:
-    """Those that a vocabulary of so many ids has; none for bytes, which have a plain softmax."""
+    """Return the cutoffs below a vocabulary size. There are none for a vocabulary of bytes, which then has a plain
+    softmax."""
     return tuple(one for one in cutoffs if one < vocab_size)
 
 
 def mark_of(config: Config) -> str:
-    """How rows tell settings: the begin of a hash of all of them."""
+    """Return the first 8 digits of a hash of all settings, which identify the settings in rows."""
     return hashlib.sha256(json.dumps(dict(flat(config)), sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def side_by_side(work: Callable[[_Item], None], items: Iterable[_Item], *, jobs: int) -> None:
-    """Do it for all, so many at a time; what has not begun when one fails is left. Raises what that one raised.
+    """Call `work` for all items, `jobs` of them in parallel. If a call fails, items that have not begun are skipped,
+    and its error is raised.
 
-    A line on standard error says how many of them are done.
+    A line on standard error shows how many items are done.
     """
     with ThreadPoolExecutor(jobs) as pool:
         try:

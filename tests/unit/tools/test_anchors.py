@@ -43,7 +43,7 @@ def test_where_tokens_say_no_end_of_documents_no_mark_does(tmp_path: Path) -> No
 
 def test_text_that_tokens_do_not_give_back_is_refused(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path, texts=[f"{i}  two blanks\n" for i in range(30)], kind="word")
-    with pytest.raises(DataError, match=r"does not restore.*tokenizer that loses nothing"):
+    with pytest.raises(DataError, match=r"does not restore.*a lossless tokenizer"):
         marked_text(corpus.split("valid"))
 
 

@@ -49,5 +49,7 @@ def test_texts_are_those_of_the_files_with_line_feeds(tmp_path: Path, monkeypatc
     assert {split: len(rows) for split, rows in found.items()} == {"train": 1, "valid": 1, "test": 1}
     texts = {row["id"]: row["text"] for rows in found.values() for row in rows}
     assert texts == {"b/one": "an é\nof it\n", "a/two": "short", "c/three": "long enough"}
-    with pytest.raises(DataError, match=r"out holds 0 books AUTHOR/TITLE\.md, fewer than 3\. Clone it anew"):
+    with pytest.raises(
+        DataError, match=r"out holds 0 books AUTHOR/TITLE\.md, fewer than 3\. Clone the repository again"
+    ):
         books.books_of(tmp_path / "out")

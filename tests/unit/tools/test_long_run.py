@@ -60,7 +60,7 @@ def test_a_run_that_ends_before_its_kill_is_no_run_that_was_killed(
 ) -> None:
     config, place = load_config(ROOT / "configs/quickstart.toml"), tmp_path / "killed"
     start_children(place, [0.0, 0.0], monkeypatch)
-    with pytest.raises(TxlError, match="killed ended with 0 before it was killed behind step 900"):
+    with pytest.raises(TxlError, match="killed ended with 0 before it was killed after step 900"):
         long_run.train(config, [Kill(900, RANKS)], place=place)
 
 

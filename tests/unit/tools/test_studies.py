@@ -153,7 +153,7 @@ def test_what_is_told_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     append_rows(studied, Record._fields, [one._replace(corpus="late") for one in sizes(3.0)])
     append_rows(studied, Record._fields, [row("larger", "width 224", 1, 1.5)._replace(corpus="late")])
     with pytest.raises(
-        ConfigError, match=r"^text: told already in .*prediction\.csv.* late: the larger model is trained"
+        ConfigError, match=r"^text: .*prediction\.csv has its prediction already.* late: the larger model is trained"
     ):
         prediction.main()
     assert [one.corpus for one in read_rows(told, prediction.Prediction)] == ["text", "other", "text, 18 steps"]

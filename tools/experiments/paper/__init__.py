@@ -1,1 +1,1 @@
-"""The tables of the paper, made again at a size that two cores can train."""
+"""Programs that measure the tables of the paper again, at a size that two cores can train."""

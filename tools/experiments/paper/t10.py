@@ -1,13 +1,14 @@
-"""Table 10 of the paper: what recurrence brings at equal memory of the device.
+"""Table 10 of the paper: the gain from recurrence at equal GPU memory.
 
     python -m tools.experiments.paper.t10 --corpus data/stdlib              18 runs on 2 cores, 6 of them those of t6
-    python -m tools.experiments.paper.t10 --size paper --gpus 4 --gpu h100  commands for a cluster, and txl plan of them
+    python -m tools.experiments.paper.t10 --size paper --gpus 4 --gpu h100  print commands for a cluster, with plans
     python -m tools.experiments.paper.t10 --table                           write the table of notebook/paper.md
 
-A model without recurrence holds no memory and fewer keys, so its segments may be longer in as many bytes. How long, the
-prediction of `txl plan` tells (`train.footprint`): the longest segment whose rank needs no more than that of the
-recurrent trial. All have equally many steps and lanes, so that longer segments also read more text, as in the paper; on
-cores, where so short a training gains most by that, they are also compared after as much text in fewer steps.
+A model without recurrence stores no memory and fewer keys, so it can have longer segments with as many bytes. The
+length follows from the memory prediction of `txl plan` (`train.footprint`). It is the longest segment for which a rank
+needs no more bytes than in the recurrent trial. All trials have the same number of steps and lanes (batch rows), so
+that longer segments also read more text, as in the paper. On two cores the runs are short and gain most from more text.
+There the models without recurrence are also compared with the same amount of text, in fewer steps.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ TRIALS = (RECURRENT, Trial(True, "ours", "half"), ALONE, Trial(False, "ours", "h
 
 
 def needed(config: Config, *, ranks: int, vocab_size: int, on_gpu: bool) -> float:
-    """Predicted bytes of the fullest rank."""
+    """Return the predicted bytes of the rank that needs most."""
     plan = plan_batch(config.train, world_size=ranks)
     return sum(bytes_per_rank(config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu).values())
 
 
 def longest_segment(size: Size, *, ranks: int, vocab_size: int) -> int:
-    """Of a trial without recurrence that needs no more than the recurrent one."""
+    """Return the longest segment, in tokens, of a trial without recurrence that needs no more bytes than the recurrent
+    trial."""
     facts: dict[str, Any] = {"ranks": ranks, "vocab_size": vocab_size, "on_gpu": size.on_gpu}
     room = needed(config_of(RECURRENT, size), **facts)
 
@@ -49,7 +51,8 @@ def longest_segment(size: Size, *, ranks: int, vocab_size: int) -> int:
 
 
 def jobs_of(given: argparse.Namespace, size: Size) -> list[Job]:
-    """Seed by seed; what has no memory has longer segments, in as many steps and (on cores) over as much text."""
+    """Return the jobs, seed by seed. Models without memory have longer segments, with the same steps and (on cores)
+    with the same amount of text."""
     ranks = given.gpus if size.on_gpu else 1
     vocab_size = given.vocab_size if size.on_gpu else open_corpus(given.corpus).vocab_size
     lengths = {True: size.segment_len, False: longest_segment(size, ranks=ranks, vocab_size=vocab_size)}

@@ -1,11 +1,11 @@
-"""Table 8 of the paper: the relative effective context length (RECL) of four models of table 6, by `txl recl`.
+"""Table 8 of the paper: the relative effective context length (RECL) of four models of table 6, with `txl recl`.
 
-    python -m tools.experiments.paper.t8                  of the runs of tools.experiments.paper.t6, seed by seed
-    python -m tools.experiments.paper.t8 --size paper     the command for a cluster
-    python -m tools.experiments.paper.t8 --table          write the table of notebook/paper.md
+    python -m tools.experiments.paper.t8                  measures the runs of tools.experiments.paper.t6, seed by seed
+    python -m tools.experiments.paper.t8 --size paper     prints the command for a cluster
+    python -m tools.experiments.paper.t8 --table          writes the table of notebook/paper.md
 
-The models of a seed are one group, whose best at a context all are measured against. Each has the memory that it was
-trained with. What has its row in the CSV is not measured again.
+The models of a seed form one group. Each model is compared with the best model of the group at each context length.
+Each model uses the memory length of its training. A group that has rows in the CSV is not measured again.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ CONTEXTS = {
 
 
 def runs_of(seed: int, *, folder: Path, size: Size) -> list[Path]:
-    """Where tools.experiments.paper.t6 has trained the group."""
+    """Return the folders in which tools.experiments.paper.t6 has trained the models of the group."""
     return [folder / Job(trial, seed, size.segment_len, size.steps).name(size) for trial in GROUP]
 
 
 def measure(seed: int, *, rows: Rows, folder: Path, size: Size, flags: Sequence[str]) -> None:
-    """Of the group of a seed, and add its rows, all at once. Raises TxlError or RuntimeError if that fails."""
+    """Measure the group of a seed, and add all its rows at once. Raises TxlError or RuntimeError if the measurement
+    fails."""
     runs = runs_of(seed, folder=folder, size=size)
     if not (settings := runs[0] / "config.toml").is_file():
         raise ConfigError(f"{runs[0]} is not a run. Train table 6 first: python -m tools.experiments.paper.t6")
@@ -77,7 +78,8 @@ def measure(seed: int, *, rows: Rows, folder: Path, size: Size, flags: Sequence[
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A row per model: tokens, mean and range over the seeds; `+` where one of them gained at the longest context."""
+    """Return the Markdown table with a row per model: tokens, as mean and range over the seeds. `+` means that a seed
+    still gained at the longest context."""
     if not rows:
         return [UNMEASURED]
     shares = sorted({row["r"] for row in rows}, key=float)
@@ -99,12 +101,14 @@ def _told(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure the groups without rows, print the commands, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="cores", help="tiny tries it, paper prints the command only")
+    parser.add_argument(
+        "--size", choices=SIZES, default="cores", help="tiny tries the program; paper only prints the command"
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
-    parser.add_argument("--steps", type=int, default=0, help="of these runs; 0 is what the size has")
-    parser.add_argument("--jobs", type=int, default=2, help="seeds side by side, each on one thread")
+    parser.add_argument("--steps", type=int, default=0, help="steps of these runs; 0 means the size's default")
+    parser.add_argument("--jobs", type=int, default=2, help="number of seeds in parallel, each on one thread")
     parser.add_argument("--runs", type=Path, default=Path("runs/paper/t6"), help="folder of the runs of table 6")
     add_record_flags(parser, program="t8")
     given = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Table 9 of the paper: time per evaluated token by attention length, by tools/benchmarks/evaluation.py.
+"""Table 9 of the paper: time per evaluated token by attention length, with tools/benchmarks/evaluation.py.
 
     python -m tools.experiments.paper.t9                           on one core; --peer-original DIR times their code too
-    python -m tools.experiments.paper.t9 --size paper              the same command, of the paper's model and lengths
-    python -m tools.experiments.paper.t9 --table                   write the table of notebook/paper.md
+    python -m tools.experiments.paper.t9 --size paper              prints the command for the paper's model and lengths
+    python -m tools.experiments.paper.t9 --table                   writes the table of notebook/paper.md
 
-The vanilla model moves a window by one token for each token; recurrence runs segments over a memory of hidden states;
-cached is ours, over keys and values. The model is enwik8_base with random weights in all sizes, for speed is no matter
-of what was learned; cores has shorter lengths, so that it takes minutes.
+The vanilla model moves a window by one token for each token. Recurrence runs segments over a memory of hidden states.
+Cached is our evaluation over keys and values. The model is enwik8_base with random weights, because speed does not
+depend on the learned weights. The size cores has shorter attention lengths, so that it takes minutes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SIZES = {
 
 
 def command(size: str, *, peer_original: Path | None) -> list[str]:
-    """Of the benchmark."""
+    """Return the command of the benchmark."""
     peer = ["--peer-original", str(peer_original)] if peer_original else []
     return ["-m", "tools.benchmarks.evaluation", "--only", "paper", *SIZES[size], *peer]
 
 
 def measure(size: str, rows: Rows, *, peer_original: Path | None) -> None:
-    """Run the benchmark, and add its rows. Raises RuntimeError with its last words if it fails."""
+    """Run the benchmark and add its rows. Raises RuntimeError with the end of its error output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out, words = Path(folder) / "t9.json", command(size, peer_original=peer_original)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -55,7 +55,8 @@ def measure(size: str, rows: Rows, *, peer_original: Path | None) -> None:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A row per attention length; milliseconds per token of each variant, and how many times faster than the first."""
+    """Return the Markdown table: a row per attention length, with each variant's milliseconds per token and its
+    speed-up over the first variant."""
     if not rows:
         return [UNMEASURED]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
@@ -70,9 +71,9 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure the times, print the command, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="cores", help="paper prints the command only")
+    parser.add_argument("--size", choices=SIZES, default="cores", help="paper only prints the command")
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     add_record_flags(parser, program="t9")
     given = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Trainings as tables 6 and 10 of the paper compare them: how they are made, scored and told.
+"""Training runs for the comparisons of tables 6 and 10 of the paper: settings, scores and tables.
 
-A trial has recurrence or not, a way to tell positions, and a loss over all of a segment or its recent half. It is
-scored with an attention length A: each target sees A - S + 1 to A tokens, its own input counted, and S of them are
-scored at a time. What was trained with a memory keeps the others in it; what was not runs them again. S is half of the
-shortest segment of training, so that half loss is scored where it was trained; absolute positions with a memory have
-all of theirs, or the places in what is remembered would be others than in training, and begin at A = 2 S.
+A trial has recurrence or not, a kind of position encoding, and a loss over the whole segment or over its recent half.
+It is scored with an attention length A. Each target attends to A - S + 1 to A tokens, including its own input, and S
+tokens are scored at a time. A model that was trained with a memory keeps the other tokens in its memory. A model
+without memory runs these tokens again. S is half of the shortest training segment, so that a model with half loss is
+scored at trained positions. A model with absolute positions and a memory is scored with its whole training segment,
+beginning at A = 2 S, because its positions in the memory would otherwise differ from training.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from txl_dist.planning.text import plan_lines
 PAGE = NOTEBOOK / "paper.md"
 UNMEASURED = "Not measured yet."
 MOST_AGAIN = 4
-"""Segments of training that are run again at most: to score with them takes as many times longer."""
+"""Largest attention length of a model without memory, in training segments. The time of scoring grows with it."""
 COLUMNS = (
     *("corpus", "recurrence", "positions", "loss", "seed", "steps", "segment", "settings", "attention", "nats"),
     *("train_s", "commit", "cpu", "date"),
@@ -47,30 +48,30 @@ COLUMNS = (
 
 
 class Size(NamedTuple):
-    """What is trained, and where."""
+    """What is trained at one of the program's sizes, and on which kind of machine."""
 
     recipe: Path
     changes: dict[str, Any]
-    """Of the recipe, in all trials."""
+    """Changes of the recipe's settings in all trials."""
     segment_len: int
-    """Of training, and of its memory."""
+    """Length in tokens of the training segment and of the memory."""
     lengths: tuple[int, ...]
-    """Attention lengths to score with."""
+    """Attention lengths for scoring, in tokens."""
     steps: int
-    """Of a run, all alike."""
+    """Number of steps of each run."""
     on_gpu: bool = False
 
 
 ALONE = {"engine.zero_stage": 0, "train.microbatch_lanes": 32}
 MUON = {"optim.name": "muon", "optim.muon_momentum": 0.9, "optim.lr": 1.6e-2}
-"""As notebook/speedrun.md has it beside the same block: it learns in half of the steps what Adam does."""
+"""Settings of notebook/speedrun.md with the same block. Muon needs half as many steps as Adam."""
 TINY_MODEL = {"model.num_layers": 1, "model.width": 16, "model.num_heads": 1, "model.head_width": 16}
 SIZES = {
     "tiny": Size(ROOT / "configs/quickstart.toml", ALONE | TINY_MODEL | {"model.cutoffs": ()}, 8, (8, 16), 2),
     "cores": Size(ROOT / "configs/quickstart.toml", ALONE | MUON, 64, (64, 128, 256, 512), 450),
     "paper": Size(ROOT / "configs/wt103_base.toml", {}, 128, (128, 256, 384, 512, 640), 200_000, on_gpu=True),
 }
-"""tiny tries the program; cores is some minutes a run, on one of two cores; paper is for a cluster."""
+"""`tiny` tries the program. `cores` takes some minutes per run on one of two cores. `paper` is for a cluster."""
 
 
 class Trial(NamedTuple):
@@ -80,11 +81,11 @@ class Trial(NamedTuple):
     positions: Literal["ours", "Shaw", "absolute"]
     loss: Literal["full", "half"]
     more: tuple[tuple[str, Any], ...] = ()
-    """Other settings, by `section.key`; the last word of the row's loss tells them."""
+    """Other settings, by `section.key`. The column `loss` of the table names them."""
 
     @property
     def words(self) -> dict[str, str]:
-        """Of the row."""
+        """Columns of the row that describe the trial."""
         told = "".join(f", {key.partition('.')[2]} {value}" for key, value in self.more)
         return {
             "recurrence": "yes" if self.recurrence else "no",
@@ -94,7 +95,7 @@ class Trial(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folders."""
+        """Name of the trial in the names of folders."""
         return (
             "-".join(("recurrent" if self.recurrence else "alone", self.positions, self.words["loss"]))
             .replace(", ", "-")
@@ -103,7 +104,8 @@ class Trial(NamedTuple):
 
 
 def config_of(trial: Trial, size: Size, *, segment_len: int = 0) -> Config:
-    """Its settings; without a `segment_len` of its own that of the size. Raises ConfigError."""
+    """Return the settings of a trial. Without `segment_len` they have the segment length of the size. Raises
+    ConfigError."""
     segment_len = segment_len or size.segment_len
     memory_len = size.segment_len if trial.recurrence else 0
     lengths = {"train.segment_len": segment_len, "train.memory_len": memory_len, "train.max_steps": size.steps}
@@ -120,8 +122,8 @@ def config_of(trial: Trial, size: Size, *, segment_len: int = 0) -> Config:
 
 
 def scoring(trial: Trial, size: Size, *, segment_len: int, attention: int) -> list[str]:
-    """Flags of `txl evaluate` with this attention length, of a trial with such segments; none if that is too short, or
-    too long to be run again for each segment."""
+    """Return the flags of `txl evaluate` for this attention length. The list is empty if the length is too short for
+    the trial, or too long to run again for each segment."""
     keeps_places = trial.recurrence and trial.positions == "absolute"
     scored_len = segment_len if keeps_places else size.segment_len // 2
     context = attention - scored_len
@@ -142,28 +144,29 @@ class Job(NamedTuple):
     steps: int
 
     def config(self, size: Size) -> Config:
-        """Its settings, but where it lies and what it reads. Raises ConfigError."""
+        """Return the settings of the run, without its folder and corpus. Raises ConfigError."""
         return config_of(self.trial, size._replace(steps=self.steps), segment_len=self.segment_len)
 
     def scorings(self, size: Size) -> dict[int, list[str]]:
-        """Flags of `txl evaluate` for the attention lengths of the size and its own segment's, if they can be."""
+        """Return the flags of `txl evaluate` for each possible attention length of the size and of the job's own
+        segment."""
         lengths = sorted({*size.lengths, self.segment_len})
         flags = {one: scoring(self.trial, size, segment_len=self.segment_len, attention=one) for one in lengths}
         return {length: words for length, words in flags.items() if words}
 
     def name(self, size: Size) -> str:
-        """Of its folder, in which no run with other settings goes on."""
+        """Return the name of the run's folder. Runs with other settings have other names."""
         return f"{self.trial.name}-{self.segment_len}-{self.steps}-{mark_of(self.config(size))}-{self.seed}"
 
     def words(self, size: Size, *, corpus: Corpus) -> dict[str, str]:
-        """Of its rows: what must be alike for a row to be of this job."""
+        """Return the columns that identify the rows of this job."""
         numbers = {"seed": self.seed, "segment": self.segment_len, "steps": self.steps}
         told = {name: str(number) for name, number in numbers.items()}
         return self.trial.words | told | {"settings": mark_of(self.config(size)), "corpus": named(corpus)}
 
 
 def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> None:
-    """Train and score what has no rows yet, and add them. Raises RuntimeError if a command fails."""
+    """Train, score what has no rows yet, and add the rows. Raises RuntimeError if a command fails."""
     words = job.words(size, corpus=corpus)
     known = {row["attention"] for row in rows.rows if words.items() <= row.items()}
     missing = {length: flags for length, flags in job.scorings(size).items() if str(length) not in known}
@@ -174,7 +177,7 @@ def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> N
         "run.dir": str(run),
         "run.seed": job.seed,
         "data.path": str(corpus.folder),
-        "eval.max_tokens": 8192,  # it is scored below
+        "eval.max_tokens": 8192,  # the run is scored below
         "checkpoint.every_steps": max(1, job.steps // 4),
         "checkpoint.keep_last": 1,
         "metrics.tensorboard": False,
@@ -190,14 +193,15 @@ def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> N
 
 
 def take_over(others: Sequence[dict[str, str]], rows: Rows, *, wanted: Sequence[dict[str, str]]) -> None:
-    """Add the rows that another program has of the jobs with these words, but those that are there."""
+    """Add the rows of another program that belong to the wanted jobs, except rows that exist already."""
     for row in others:
         if row not in rows.rows and any(words.items() <= row.items() for words in wanted):
             rows.add(**row)
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A row per trial, in the order of the records: nats per token, mean and deviation over the seeds."""
+    """Return the Markdown table with a row per trial, in the order of the records: nats per token, as mean and standard
+    deviation over the seeds."""
     if not rows:
         return [UNMEASURED]
     lengths = sorted({int(row["attention"]) for row in rows})
@@ -215,14 +219,15 @@ def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def begin_of(program: str) -> str:
-    """The mark in front of its table."""
+    """Return the comment in front of a program's table."""
     return f"<!-- table: python -m tools.experiments.paper.{program} --table -->"
 
 
 def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_size: int, out: str) -> Iterator[str]:
-    """The commands of the paper's size, as `txl plan` chooses for each trial, and what it says; nothing is run.
+    """Yield the commands of the paper's size with the choices and the output of `txl plan` for each trial. Nothing is
+    run.
 
-    Raises ConfigError for GPUs that cannot be.
+    Raises ConfigError for an unknown GPU.
     """
     question = PlanOptions(cluster=GpuCluster(find_gpu(gpu), 8, 50.0), gpus=gpus, vocab_size=vocab_size)
     recipe, plans = size.recipe.relative_to(ROOT), dict[tuple[Trial, int], Plan]()
@@ -244,25 +249,32 @@ def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_
 
 
 def add_record_flags(parser: argparse.ArgumentParser, *, program: str) -> None:
-    """Of all programs."""
+    """Add the flags --csv and --table, which all programs have."""
     parser.add_argument(
-        "--csv", type=Path, default=ROOT / f"tools/experiments/paper/{program}.csv", help="the records; tiny needs it"
+        "--csv",
+        type=Path,
+        default=ROOT / f"tools/experiments/paper/{program}.csv",
+        help="file of the records; required for --size tiny",
     )
     parser.add_argument("--table", action="store_true", help="write the table of notebook/paper.md from the records")
 
 
 def options(description: str | None, *, program: str) -> argparse.ArgumentParser:
-    """Flags of the programs that compare trials."""
+    """Return a parser with the flags of the programs that compare trials."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="cores", help="tiny tries it, paper prints the commands only")
-    parser.add_argument("--corpus", type=Path, metavar="DIR", help="prepared, with a validation split")
-    parser.add_argument("--steps", type=int, default=0, help="of a run, all alike; 0 is what the size has")
+    parser.add_argument(
+        "--size", choices=SIZES, default="cores", help="tiny tries the program; paper only prints the commands"
+    )
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="prepared corpus with a validation split")
+    parser.add_argument("--steps", type=int, default=0, help="steps of each run; 0 means the size's default")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each on one thread")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs in parallel, each on one thread")
     parser.add_argument("--out", type=Path, default=Path(f"runs/paper/{program}"), help="folder for the runs")
-    parser.add_argument("--gpus", type=int, default=4, help="of the paper's size")
-    parser.add_argument("--gpu", default="h100", help="their kind, as for txl plan")
-    parser.add_argument("--vocab-size", type=int, default=267_735, help="of the paper's corpus")
+    parser.add_argument("--gpus", type=int, default=4, help="number of GPUs for --size paper")
+    parser.add_argument("--gpu", default="h100", help="kind of the GPUs, as for txl plan")
+    parser.add_argument(
+        "--vocab-size", type=int, default=267_735, help="vocabulary size of the paper's corpus, in tokens"
+    )
     add_record_flags(parser, program=program)
     return parser
 
@@ -274,8 +286,8 @@ def go(
     program: str,
     known: Path | None = None,
 ) -> None:
-    """What the flags ask for: the table, the commands, or the runs that are missing, and then the table. What another
-    program has recorded in `known` of the same jobs is taken over."""
+    """Write the table, print the commands, or make the missing runs and print the table, as the flags say. Rows of the
+    same jobs in `known`, the records of another program, are taken over."""
     given = parser.parse_args()
     require_own_records(parser, given)
     if given.corpus is None and given.size != "paper" and not given.table:
@@ -302,15 +314,16 @@ def go(
 
 
 def fitted(size: Size, *, vocab_size: int) -> Size:
-    """The same for a corpus with so many ids: those of bytes, say, are less than the recipe's cutoffs."""
+    """Return the size for a corpus with `vocab_size` ids, without cutoffs that the vocabulary does not reach."""
     cutoffs = changed(load_config(size.recipe), size.changes).model.cutoffs
     return size._replace(changes=size.changes | {"model.cutoffs": cutoffs_below(cutoffs, vocab_size=vocab_size)})
 
 
 def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """A trial's rows belong into no table of the repository: ends the program if they would go there."""
+    """End the program if rows of the size tiny would be added to the repository's records, or if the page's table would
+    be written from other records."""
     is_own = given.csv.resolve() == parser.get_default("csv").resolve()
     if given.size == "tiny" and is_own:
-        parser.error("--size tiny tries the program: name a file for its records by --csv")
+        parser.error("--size tiny needs another file for its records: type --csv FILE")
     if given.table and not is_own:
-        parser.error("--table writes notebook/paper.md, from the repository's own records: leave --csv out")
+        parser.error("--table writes notebook/paper.md from the repository's own records: remove --csv")
