@@ -1,4 +1,5 @@
-"""Pages as a person sees them: headless Chromium that reports every error and every request, and reaches no network."""
+"""Web pages in a headless Chromium for tests. It records every error and every request, and reaches no other
+address."""
 
 import os
 import shutil
@@ -11,18 +12,18 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Visit(NamedTuple):
-    """An open page and what happened on it so far."""
+    """An open page, with the errors and the requests since it was opened."""
 
     page: Any
-    """playwright.sync_api.Page"""
+    """The page, a playwright.sync_api.Page."""
     errors: list[str]
-    """Console messages of type error or warning, and exceptions."""
+    """Console messages of type error or warning, and texts of exceptions."""
     requests: list[str]
-    """Addresses, that of the page itself among them."""
+    """Requested addresses, including that of the page itself."""
 
 
 def find_chromium() -> str | None:
-    """Its path: $CHROMIUM, else the first of its usual names on PATH."""
+    """Return the path of Chromium: $CHROMIUM, or the first of its usual names on PATH. None if there is none."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -49,7 +50,8 @@ CONTRASTS = """elements => {
         return [contrast(over(style.color, inside), inside), contrast(over(style.borderTopColor, outside), outside)]
     })
 }"""
-"""Of each element: contrast of its text with its ground, and of its border with what is around it (WCAG 2.1)."""
+"""JavaScript that returns for each element the contrast of its text with its background, and of its border with its
+surroundings (WCAG 2.1)."""
 
 
 def check_contrast(page: Any, frames: str, *, text: str) -> None:
@@ -62,7 +64,7 @@ def check_contrast(page: Any, frames: str, *, text: str) -> None:
 
 @contextmanager
 def started(executable: str) -> Iterator[Any]:
-    """A browser; use it for several visits."""
+    """Yield a browser, which several visits can use."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -75,7 +77,8 @@ def started(executable: str) -> Iterator[Any]:
 def visit(
     browser: Any, place: Path | str, *, width: int, dark: bool = False, javascript: bool = True
 ) -> Iterator[Visit]:
-    """Open a file, or the first page of a server, in a window of a width in pixels. It gets only what is its own."""
+    """Open a file, or the first page of a server, in a window of a width in pixels. Requests to other addresses are
+    aborted."""
     address = place if isinstance(place, str) else place.resolve().as_uri()
     own = f"{address}/" if isinstance(place, str) else address
     context = browser.new_context(

@@ -1,4 +1,4 @@
-"""A bundle of a random model, and a corpus that it fits: what evaluations are tried on."""
+"""A bundle of a random model and a corpus with the same tokenizer, for tests of evaluations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEGMENT_LEN, MEMORY_LEN = 16, 24
 
 
 class Made(NamedTuple):
-    """A corpus and a bundle of a random model that fits it."""
+    """A corpus, and a bundle of a random model with the same tokenizer."""
 
     corpus: Corpus
     bundle: Path
@@ -43,7 +43,7 @@ def make(
     reuse_len: int = 0,
     **settings: Any,
 ) -> Made:
-    """The corpus and the bundle in a folder; `settings` are the model's."""
+    """Make the corpus and the bundle in a folder. `settings` are those of the section [model]."""
     folder.mkdir(exist_ok=True)
     corpus = tiny_corpus(folder, texts=texts, valid_fraction=0.3, kind=kind, vocab_size=vocab_size)
     tokenizer = load_tokenizer(corpus.folder / "tokenizer.json")

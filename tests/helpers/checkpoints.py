@@ -1,4 +1,4 @@
-"""Checkpoints for tests that need no training: copies of the golden one, changed and signed anew."""
+"""Checkpoints for tests without training: copies of the golden checkpoint, changed and with new manifests."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ GOLDEN_CHECKPOINT = GOLDEN / "step_000000016"
 
 
 def golden_at(run_dir: Path, step: int) -> Path:
-    """A sound copy as the checkpoint of another step."""
+    """Copy the golden checkpoint to a run as the checkpoint of another step, and return its folder."""
     folder = checkpoint_folder(run_dir, step)
     shutil.copytree(GOLDEN_CHECKPOINT, folder)
     if step != 16:
@@ -22,13 +22,13 @@ def golden_at(run_dir: Path, step: int) -> Path:
 
 
 def change_state(folder: Path, **values: Any) -> None:
-    """Put other values into state.json, and sign the folder."""
+    """Change values in state.json, and write a new manifest."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8")) | values
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     sign(folder)
 
 
 def sign(folder: Path) -> None:
-    """Write a manifest that fits whatever lies in a folder."""
+    """Write a manifest for the current files of a folder."""
     (folder / MANIFEST).unlink(missing_ok=True)
     write_manifest(folder, {name: describe_file(folder / name) for name in files_of(folder)})

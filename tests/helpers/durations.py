@@ -1,5 +1,7 @@
-"""What each file of tests took when all of them ran: tests/durations.txt, made by `bash launch/test.sh --all
---keep-durations`. It says what a run waits for, and in which order two processes take the files: the longest first."""
+"""Durations of the test files: tests/durations.txt, written by `bash launch/test.sh --all --keep-durations`.
+
+They show which files take longest. They also give the order in which two processes run the files, the longest first.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ FILE = Path(__file__).parents[1] / "durations.txt"
 
 
 def read() -> dict[str, float]:
-    """Seconds by file."""
+    """Return the seconds of each file."""
     lines = [line.split() for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return {name: float(seconds) for seconds, name in lines}
 
 
 def keep(reports: Iterable[Any]) -> None:
-    """Replace the seconds of the files that these reports of pytest are of; files that are gone leave the list."""
+    """Update the seconds of the files from pytest's reports, and remove files that do not exist any more."""
     seconds: Counter[str] = Counter()
     for report in reports:
         seconds[report.location[0]] += report.duration

@@ -1,10 +1,10 @@
-"""Processes that start at once: forked by a server that has imported torch, DeepSpeed and the whole of training once.
+"""Processes that start at once: forked by a server that has imported torch, DeepSpeed and the training code once.
 
     this process --> server (everything imported, one thread, no process group) --fork--> rank 0, rank 1, `txl evaluate`
 
-Importing costs a fresh process four seconds. A forked one runs the same code in the environment that a launcher would
-give it; tests/chaos holds its runs to those of the real launcher, bit for bit. The server is the standard library's
-forkserver; a process of pytest has one, which ends with it.
+A new process takes four seconds for its imports. A forked process runs the same code in the environment that a launcher
+would set. tests/chaos checks that its runs equal those of the real launcher bit for bit. The server is the forkserver
+of the standard library. Each pytest process has its own server, which ends with it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     "PYTHONPATH": str(REPOSITORY),
 }
-"""Of every process that a test starts."""
+"""Environment variables of every process that a test starts."""
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """That of this process, without the job that it may be part of; with `variables`."""
+    """Return this process's environment without variables of a distributed job, with ENVIRONMENT and `variables`."""
     own = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
     return own | ENVIRONMENT | {name: str(value) for name, value in variables.items()}
 
 
 def place(rank: int, world_size: int, port: int | str) -> dict[str, object]:
-    """The variables by which a launcher on this machine tells a rank who it is."""
+    """Return the variables with which a launcher on this machine sets the rank of a process."""
     who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
     return who | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a port of this machine on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -62,7 +62,7 @@ def start(
     out: Path | None = None,
     err: Path | None = None,
 ) -> ForkServerProcess:
-    """Call `function` in a process with this environment and no other; `out` and `err` are appended to."""
+    """Call `function` in a process that has exactly this environment. Output is appended to `out` and `err`."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([WARM])
     with mock.patch.dict(os.environ, environment(), clear=True):
         forkserver.ensure_running()
@@ -74,8 +74,8 @@ def start(
 
 
 def run_txl(*words: str) -> None:
-    """A function to start: `python -m txl_dist words`."""
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
+    """Run `python -m txl_dist WORDS`. Pass this function to `start`."""
+    multiprocessing.set_start_method("fork", force=True)  # the default of a process that was not forked by a server
     sys.argv = ["txl", *words]
     from txl_dist.cli.main import run_and_exit
 
@@ -83,8 +83,9 @@ def run_txl(*words: str) -> None:
 
 
 def run_python(*words: str) -> None:
-    """A function to start: `python words`, a program or `-m` and a module, in a process that has imported torch."""
-    multiprocessing.set_start_method("fork", force=True)  # as above
+    """Run `python WORDS`, a program or `-m` and a module, in a process that has imported torch. Pass this function to
+    `start`."""
+    multiprocessing.set_start_method("fork", force=True)  # as in run_txl
     if words[0] == "-m":
         sys.argv = [*words[1:]]
         sys.path.insert(0, os.getcwd())

@@ -1,9 +1,10 @@
-"""Makes the golden checkpoint of a format: `python -m tests.helpers.golden_checkpoint tests/golden/checkpoint_vN`.
+"""Make the golden checkpoint of a format: `python -m tests.helpers.golden_checkpoint tests/golden/checkpoint_vN`.
 
-A tiny run of ZeRO-1 on 2 ranks that uses every part of the format: adaptive softmax, both moments, memories of four
-lanes in two files, a step that was skipped, and a rewind with text that is left out. Kept of it are one checkpoint, the
-corpus, the settings, and in `expected.json` what any later version must find in it and how it must go on. A version
-that was released is never made again. Version 2 is what this made without `memory_lens`, and version 3 with it.
+A tiny run of ZeRO-1 on 2 ranks uses every part of the format: adaptive softmax, both moments, memories of four lanes
+(batch rows) in two files, a skipped step, and a rewind with skipped text. The program stores one checkpoint, the corpus
+and the settings. `expected.json` contains what any later version must read from the checkpoint, and the losses after
+it. The checkpoint of a released version is never made again. Version 2 was made without `memory_lens`, and version 3
+with it.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """The last loss recorded for each step."""
+    """Return the last recorded loss of each step."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
-    """What a reader must find in a checkpoint, whatever the format of its files."""
+    """Return the facts that a reader must find in a checkpoint, in any format of its files."""
     saved, files = read_state(checkpoint), FragmentFiles(checkpoint / "engine")
     lengths = {name: torch.Size(shape).numel() for name, shape in saved.values["parameters"].items()}
     memory = load_lane_memory(checkpoint, lanes=range(SETTINGS["train"]["num_lanes"]))
@@ -90,7 +91,7 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def sha256_of(tensors: Iterable[Tensor]) -> str:
-    """Of their bytes, one behind the other."""
+    """Return the sha256 of the tensors' bytes, one tensor after the other."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.contiguous().numpy().tobytes())
@@ -98,7 +99,7 @@ def sha256_of(tensors: Iterable[Tensor]) -> str:
 
 
 def make(folder: Path) -> None:
-    """Train, and keep what is needed."""
+    """Train, and copy the checkpoint, the corpus, the settings and the expected facts to `folder`."""
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch)

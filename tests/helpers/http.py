@@ -1,4 +1,4 @@
-"""A web server for tests: a folder, and the ways in which servers fail."""
+"""A web server for tests that serves a folder and can fail in the ways in which servers fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 class FileServer:
-    """Serves a folder. Its fields may be changed at any time."""
+    """Serves a folder. Its attributes can be changed at any time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -21,27 +21,27 @@ class FileServer:
         self.requests: Counter[str] = Counter()
         """GETs of each file."""
         self.has_ranges = True
-        """Otherwise the whole file comes, with status 200, whatever range was asked for."""
+        """Whether ranges are served. Otherwise the whole file is sent with status 200 for any range."""
         self.failures: Counter[str] = Counter()
-        """Next GETs of a file that are answered with status 500."""
+        """Number of next GETs of a file that are answered with status 500."""
         self.damaged: Counter[str] = Counter()
-        """Next GETs of a file whose middle byte is changed."""
+        """Number of next GETs of a file in which the middle byte is changed."""
         self.cut: Counter[str] = Counter()
-        """Next GETs of a file of which half is sent, as if that were all."""
+        """Number of next GETs of a file in which only half is sent, with the length of the half."""
         self.torn: Counter[str] = Counter()
-        """Next GETs of a file whose connection is closed after half of what was announced."""
+        """Number of next GETs of a file in which the connection is closed after half of the announced length."""
         self.stalled: set[str] = set()
-        """Files of which half is sent, and the rest not before `end`."""
+        """Files of which half is sent at once, and the rest after `end` is set."""
         self.silent: set[str] = set()
-        """Files whose GETs are accepted and never answered."""
+        """Files whose GETs are accepted but never answered."""
         self.status: dict[str, int] = {}
-        """Files that are refused with a status."""
+        """Status code with which a file is refused."""
         self.end = threading.Event()
 
 
 @contextmanager
 def serve(folder: Path) -> Iterator[FileServer]:
-    """A server of its own port for as long as the context lasts. Not through a proxy of this machine."""
+    """Yield a server on a free port. Requests to it do not use a proxy of this machine."""
     files = FileServer(folder)
 
     class Handler(_Handler):
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _range_of(self, content: bytes) -> bytes | None:
-        """The bytes to send; None if they begin behind the end."""
+        """Return the bytes to send, or None if the range begins after the end of the file."""
         wanted = self.headers.get("Range")
         if wanted is None or not self.server_files.has_ranges:
             self.send_response(200)

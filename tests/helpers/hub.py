@@ -1,6 +1,7 @@
 """A stand-in for the Hugging Face Hub: the endpoints that huggingface_hub uses to push and to download a model.
 
-Repositories live in memory, each a list of commits. Tokens are `good`; any other is refused as the Hub does.
+Repositories are in memory, each as a list of commits. The only valid token is `good`. Other tokens are refused as on
+the Hub.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ TOKEN = "good"
 
 @dataclass
 class Hub:
-    """What the server holds and has seen."""
+    """State of the server: repositories, uploads and received requests."""
 
     endpoint: str = ""
     repositories: dict[str, list[dict[str, bytes]]] = field(default_factory=dict)
-    """Per repository its commits, oldest first: files by name."""
+    """Commits of each repository, oldest first. A commit contains files by name."""
     private: set[str] = field(default_factory=set)
     uploads: dict[str, bytes] = field(default_factory=dict)
     """Large files by their sha256."""
     requests: list[str] = field(default_factory=list)
     cut_after: int = -1
-    """Bytes of a file after which a connection breaks; -1 never."""
+    """Number of bytes of a file after which a connection breaks. The value -1 means never."""
     push_status: int = 200
-    """Answer to a commit."""
+    """Status with which a commit is answered."""
 
     def files(self, repository: str) -> dict[str, bytes]:
         return self.repositories[repository][-1]
@@ -166,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, data, headers)
 
     def _number(self, repository: str, revision: str, token: str) -> int | None:
-        """Which commit a revision is; None after an answer that there is none."""
+        """Return the number of a revision's commit. If there is none, send the error and return None."""
         commits = self.hub.repositories.get(repository)
         if commits is None or (repository in self.hub.private and token != TOKEN):
             self._send(401 if not token else 404, {}, {"X-Error-Code": "RepoNotFound"})
@@ -191,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub_server() -> Iterator[Hub]:
-    """A hub on a free port of this machine."""
+    """Yield a hub on a free port of this machine."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -1,8 +1,7 @@
-"""Ranks that start in a second, and a supervisor that behaves as DeepSpeed's `launch.py` does.
+"""Ranks that start in a second, and a supervisor that behaves like DeepSpeed's `launch.py`.
 
-A rank is forked by the server of `tests.helpers.forked`. It runs the same command line as one that the `deepspeed`
-launcher starts, in the environment that the launcher would give it; a test holds the two to the same losses, bit for
-bit.
+A rank is forked by the server of `tests.helpers.forked`. It runs the same command line as a rank of the `deepspeed`
+launcher, with the environment that the launcher would set. A test checks that the losses of both are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -22,35 +21,36 @@ from tests.helpers import forked
 from tests.helpers.forked import free_port
 
 GRACE_S = 1.0
-"""From the first rank that fails to SIGTERM for the others: `launch.py` looks every second."""
+"""Seconds from the first failure of a rank to SIGTERM for the other ranks. `launch.py` checks every second."""
 KILL_S = 5.0
-"""From that SIGTERM to SIGKILL; `launch.py` waits 30 s."""
+"""Seconds from this SIGTERM to SIGKILL. `launch.py` waits 30 s."""
 ANNOUNCED = re.compile(r"^TXL_FAILPOINTS (\w+) rank (\d+) step (\d+) phase (\S+) time ([\d.]+)\n", re.MULTILINE)
 
 
 class Struck(NamedTuple):
-    """A fault of TXL_FAILPOINTS that happened."""
+    """A fault of TXL_FAILPOINTS that occurred."""
 
     kind: str
     rank: int
     step: int
     phase: str
     time_s: float
-    """Seconds since the epoch."""
+    """Time of the fault in seconds since 1970."""
 
 
 class Job:
-    """One start of a run: its ranks, their exits, and their common log. Leaving the context kills what still lives."""
+    """One start of a run: its ranks, their exits, and their common log. Leaving the context kills the ranks that still
+    run."""
 
     def __init__(self, *words: str, log: Path, ranks: int = 2, fault: str = "", cwd: Path | None = None) -> None:
-        """Start `txl words` on so many ranks; `log` is appended to."""
+        """Start `txl WORDS` on `ranks` ranks. Their output is appended to `log`."""
         self.log, self.started_s = log, time.time()
         log.touch()
         self._log_start = self._scanned = log.stat().st_size
         self._log_end = 0
         self._struck: list[Struck] = []
         self.exits: dict[int, tuple[int, float]] = {}
-        """Per rank that has ended: (exit code, negative for a signal; seconds since the epoch)."""
+        """(exit code, seconds since 1970) of each rank that has ended. The exit code is negative for a signal."""
         self._failed_s = self._termed_s = 0.0
         self._port, self.leaked_bytes = str(free_port()), 0
         self._processes = []
@@ -68,7 +68,7 @@ class Job:
         for process in self._processes:
             process.join(30)
         self._log_end = self.log.stat().st_size
-        # DeepSpeed's buffers in shared memory, which the engine is to unlink as soon as all ranks have mapped them.
+        # DeepSpeed's buffers in shared memory. The engine should unlink them as soon as all ranks have mapped them.
         for leaked in Path("/dev/shm").glob(f"deepspeed_*_{self._port}_*"):
             self.leaked_bytes += leaked.stat().st_size
             leaked.unlink()
@@ -79,19 +79,19 @@ class Job:
 
     @property
     def codes(self) -> list[int]:
-        """Exit codes in rank order, negative for a signal. All have ended."""
+        """Exit codes in the order of the ranks, negative for a signal. All ranks must have ended."""
         return [self.exits[rank][0] for rank in range(len(self._processes))]
 
     @property
     def text(self) -> str:
-        """What the ranks of this start have written."""
+        """Output of the ranks of this start."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             return file.read(self._log_end - self._log_start if self._log_end else -1).decode(errors="replace")
 
     @property
     def struck(self) -> list[Struck]:
-        """The faults of TXL_FAILPOINTS that happened, in order. Reads only what was logged since it was last asked."""
+        """Faults of TXL_FAILPOINTS that occurred, in order. Only new lines of the log are read."""
         with self.log.open("rb") as file:
             file.seek(self._scanned)
             whole, _, _ = file.read().rpartition(b"\n")
@@ -101,7 +101,7 @@ class Job:
         return self._struck
 
     def signal(self, number: int, *, rank: int | None = None) -> float:
-        """Send a signal to one rank, or to all that live; returns when, in seconds since the epoch."""
+        """Send a signal to one rank, or to all running ranks. Return the time in seconds since 1970."""
         for this, process in enumerate(self._processes):
             if rank in (None, this) and this not in self.exits:
                 with contextlib.suppress(ProcessLookupError):
@@ -109,7 +109,8 @@ class Job:
         return time.time()
 
     def wait_for(self, condition: Callable[[], bool], *, limit_s: float = 60) -> float:
-        """Supervise until the condition holds; returns when, in seconds since the epoch. Fails if the job ends."""
+        """Supervise the ranks until the condition is true, and return the time in seconds since 1970. Raises
+        AssertionError if the job ends before."""
         end_s = time.monotonic() + limit_s
         while not condition():
             if not self._watch():
@@ -118,14 +119,15 @@ class Job:
         return time.time()
 
     def wait(self, *, limit_s: float = 120) -> list[int]:
-        """Supervise until all ranks have ended. Returns the exit codes."""
+        """Supervise the ranks until all have ended, and return the exit codes."""
         end_s = time.monotonic() + limit_s
         while self._watch():
             assert time.monotonic() < end_s, f"still running after {limit_s} s:\n{self.text[-3000:]}"
         return self.codes
 
     def _watch(self) -> bool:
-        """Note who has ended, and do to the others what the launcher does. Returns whether any rank lives."""
+        """Record the ranks that have ended, and signal the others as the launcher does. Return whether any rank still
+        runs."""
         living = {process.sentinel: rank for rank, process in enumerate(self._processes) if rank not in self.exits}
         for sentinel in connection.wait(list(living), timeout=0.01) if living else []:
             rank = living[sentinel]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""A job without a corpus: what parts of a run need to know of it."""
+"""The context of a run without a corpus, for tests of parts of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
 
 
 def job_of(config: Config, ranks: RankInfo, *, tokenizer: Tokenizer = TOKENIZER, vocab_size: int = 0) -> RunContext:
-    """The job of these settings; its corpora have a tokenizer and no text."""
+    """Return the context of a run with these settings. Its corpora have a tokenizer, but no text."""
     corpus: Any = SimpleNamespace(
         tokenizer=tokenizer, tokenizer_sha256=tokenizer.fingerprint, vocab_size=vocab_size or tokenizer.vocab_size
     )
@@ -27,5 +27,5 @@ def job_of(config: Config, ranks: RankInfo, *, tokenizer: Tokenizer = TOKENIZER,
 
 
 def in_folder(config: Config, folder: object) -> Config:
-    """The same settings of a run that lies there."""
+    """Return the same settings for a run in another folder."""
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})})

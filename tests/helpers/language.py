@@ -1,4 +1,4 @@
-"""A tiny random model that reads and writes text."""
+"""A tiny random model that reads and generates text, for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = "the cat sat on the mat, the dog did not"
 
 
 def random_model(*, seed: int = 0, document_mask: bool = False, kind: str = "byte", **changes: Any) -> LanguageModel:
-    """A tiny model, of bytes unless told otherwise."""
+    """Return a tiny random model. Its default tokenizer has byte tokens."""
     torch.manual_seed(seed)
     tokenizer, section = train_tokenizer(kind, lambda: [TEXT]), tiny_section(**changes)
     network = TransformerXL(section, vocab_size=tokenizer.vocab_size)
@@ -37,7 +37,8 @@ def random_model(*, seed: int = 0, document_mask: bool = False, kind: str = "byt
 
 
 def distance_to_border(lm: LanguageModel, text: str, written: list[int], seed: int) -> float:
-    """Of the two random numbers of the next draw, without limits: the nearer one's to its nearest border."""
+    """Return how close the next sampled token is to another choice, for sampling without limits. It is the smaller
+    distance of the two random numbers of the draw from the nearest border of their cumulative probabilities."""
     ids = [*lm.prompt(text).ids, *written]
     hidden, _ = lm.network(torch.tensor([ids]), lm.network.empty_memory(num_lanes=1, memory_len=0))
     p_V = lm.network.softmax.log_probabilities(hidden[:, -1])[0].double().exp()

@@ -1,4 +1,4 @@
-"""The command line as a person starts it: `txl COMMAND`, training on several ranks, the `deepspeed` launcher itself."""
+"""The command line as a user starts it: `txl COMMAND`, training on several ranks, and the `deepspeed` launcher."""
 
 import signal
 import subprocess
@@ -15,12 +15,12 @@ from tests.helpers.job import Job
 
 
 def txl(*words: str, cwd: Path, timeout_s: int = 120) -> subprocess.CompletedProcess[str]:
-    """Run `txl words` to its end, in a process that is forked."""
+    """Run `txl WORDS` to its end in a forked process."""
     return _run(forked.run_txl, *words, cwd=cwd, timeout_s=timeout_s)
 
 
 def python(*words: str, cwd: Path, timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
-    """Run `python words`, a program or a module, to its end, in a process that is forked."""
+    """Run `python WORDS`, a program or a module, to its end in a forked process."""
     return _run(forked.run_python, *words, cwd=cwd, timeout_s=timeout_s)
 
 
@@ -37,13 +37,13 @@ def _run(function: Callable[..., None], *words: str, cwd: Path, timeout_s: int) 
 
 
 def train(*words: str, cwd: Path, ranks: int = 2, timeout_s: int = 300) -> None:
-    """Train to the end, on ranks that are forked."""
+    """Train to the end on forked ranks. Raises AssertionError if a rank fails."""
     with Job("train", *words, log=cwd / "launcher.log", ranks=ranks, cwd=cwd) as job:
         assert job.wait(limit_s=timeout_s) == [0] * ranks, job.text[-4000:]
 
 
 def start_training(*words: str, cwd: Path, ranks: int = 2) -> subprocess.Popen[str]:
-    """Start `deepspeed --num_accelerators ranks --module txl_dist train words` in a session of its own."""
+    """Start `deepspeed --num_accelerators RANKS --module txl_dist train WORDS` in a new session."""
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks)]
     command += ["--master_port", str(forked.free_port()), "--module", "txl_dist", "train", *words]
     log = (cwd / "launcher.log").open("a", encoding="utf-8")
@@ -59,7 +59,7 @@ def start_training(*words: str, cwd: Path, ranks: int = 2) -> subprocess.Popen[s
 
 
 def kill_everything(process: subprocess.Popen[str]) -> None:
-    """kill -9 of the launcher and all it started, at once."""
+    """Send SIGKILL to the launcher and to all its descendants."""
     parent = psutil.Process(process.pid)
     victims = [parent, *parent.children(recursive=True)]
     for victim in victims:
@@ -69,7 +69,7 @@ def kill_everything(process: subprocess.Popen[str]) -> None:
 
 
 def wait_for(condition, *, timeout_s: float = 120, process: subprocess.Popen[str] | None = None) -> None:
-    """Poll until `condition()`; fail if the process ends first."""
+    """Wait until `condition()` is true. Raises AssertionError if the process ends before."""
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert process is None or process.poll() is None, "the process ended early"

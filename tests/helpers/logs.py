@@ -1,4 +1,5 @@
-"""What the package's logger says, whatever handlers and levels other tests have left on it, and lines of records."""
+"""Messages of the package's logger in tests, independent of the handlers and levels of other tests, and lines of
+records."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from txl_dist.train.report.metric_table import line_of
 
 @contextmanager
 def recorded_log() -> Iterator[list[tuple[str, str]]]:
-    """(level, message) of everything logged inside."""
+    """Yield a list to which (level, message) of everything logged in the context is appended."""
     lines: list[tuple[str, str]] = []
 
     class Recorder(logging.Handler):
@@ -32,5 +33,5 @@ def recorded_log() -> Iterator[list[tuple[str, str]]]:
 
 
 def format_record(kind: str, record: dict[str, Any], *, max_steps: int) -> str:
-    """The whole line of a record, as log files have it; a sample has a line per line of text."""
+    """Return the whole text of a record as in log files. A sample has one line per line of its text."""
     return line_of(record_cells(kind, record, max_steps=max_steps))

@@ -1,4 +1,5 @@
-"""Run directories as a training leaves them, made up in milliseconds: crash, resumption, spike, rewind, stragglers."""
+"""Run folders as a training writes them, made in milliseconds: with a crash, a resume, a spike, a rewind and
+stragglers."""
 
 import json
 import math
@@ -17,7 +18,7 @@ Record = dict[str, Any]
 
 
 class Clock:
-    """Unix seconds that only go forwards."""
+    """Seconds since 1970 that never decrease."""
 
     def __init__(self) -> None:
         self.now_s = START_S
@@ -28,7 +29,8 @@ class Clock:
 
 
 def make_run(folder: Path, *, seed: int = 1, num_ranks: int = 4, max_steps: int = 2000, lr: float = 2e-3) -> Path:
-    """A run of `max_steps` that crashed at 45 %, was rewound at 70 %, and is done; and all that it wrote."""
+    """Write the folder of a run of `max_steps` steps that crashed at 45 %, was rewound at 70 %, and is done. Return the
+    folder."""
     folder.mkdir(parents=True)
     values = {"run": {"dir": f"runs/{folder.name}"}, "optim": {"lr": lr}, "train": {"max_steps": max_steps}}
     values["model"] = {"cutoffs": [512, 2048], "num_layers": 4, "pre_norm": True}
@@ -51,7 +53,7 @@ def make_run(folder: Path, *, seed: int = 1, num_ranks: int = 4, max_steps: int 
 
 
 def parts(*losses: float | None, size: int) -> list[dict[str, float | None]]:
-    """As `txl evaluate` tells losses of clusters and positions, all of one size."""
+    """Return losses of clusters or positions, all of one size, in the form of `txl evaluate`."""
     return [
         {"first": size * index, "last": size * (index + 1) - 1, "loss": loss, "tokens": 9}
         for index, loss in enumerate(losses)
@@ -67,7 +69,7 @@ def write_state(folder: Path, *, step: int, tokenizer: str = "aa11") -> None:
 
 
 def records(*, seed: int, num_ranks: int, max_steps: int, lr: float) -> Iterator[Record]:
-    """In the order of the file."""
+    """Yield the records of metrics.jsonl in the order of the file."""
     clock, chance = Clock(), random.Random(seed)
     crash, resumed, spike, rewound = (int(max_steps * share) for share in (0.45, 0.4, 0.7, 0.6))
     stretches = [(0, crash), (resumed, spike), (rewound, max_steps)]

@@ -1,4 +1,4 @@
-"""Tiny networks for tests, with weights large enough that every term of the model is felt."""
+"""Tiny networks for tests, with weights so large that every term of the model has a visible effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "relative": {},
     "learned_relative": {"positions": "learned_relative", "num_distances": 9},
 }
-"""Settings of the kinds of positions that know a memory; nine distances are fewer than most tests have keys."""
+"""Settings of the position encodings that support a memory. Nine distances are fewer than most tests have keys."""
 POSITIONS: dict[str, dict[str, Any]] = {**RECURRENT, "absolute": {"positions": "absolute"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "post_norm": {},
@@ -58,11 +58,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **RECURRENT["learned_relative"],
     },
 }
-"""Networks with a memory, by what is special about them."""
+"""Settings of networks with a memory, by the name of their special feature."""
 
 
 def tiny_section(**changes: Any) -> ModelSection:
-    """Three layers, wide initial weights, no dropout, unless told otherwise."""
+    """Return the settings of a tiny network. The defaults are three layers, large initial weights and no dropout."""
     values: dict[str, Any] = {
         "num_layers": 3,
         "width": 12,
@@ -79,7 +79,7 @@ def tiny_section(**changes: Any) -> ModelSection:
 def tiny_model(
     *, dtype: torch.dtype = torch.float32, seed: int = 0, memory_lens: Sequence[int] = (), **changes: Any
 ) -> TransformerXL:
-    """A network of `tiny_section` in training mode; its biases are drawn too, so that none is zero."""
+    """Return a network of `tiny_section` in training mode. Its biases are random too, so that none is zero."""
     torch.manual_seed(seed)
     model = TransformerXL(tiny_section(**changes), vocab_size=VOCAB_SIZE, memory_lens=memory_lens)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def tiny_model(
 
 
 def random_tokens(*shape: int, seed: int = 0) -> Tensor:
-    """Ids of the tiny vocabulary."""
+    """Return random ids of the tiny vocabulary."""
     return torch.randint(0, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -104,7 +104,8 @@ def segment_losses(
     lengths: Sequence[int],
     document_BS: Tensor | None = None,
 ) -> Tensor:
-    """Losses of tokens 1 ... of each row, run as segments of the given lengths over a memory that begins empty."""
+    """Return the losses of tokens 1 ... of each row, computed in segments of the given lengths over a memory that
+    begins empty."""
     memory: Memory = model.empty_memory(num_lanes=tokens_BS.shape[0], memory_len=memory_len)
     parts, start = [], 0
     for length in lengths:
@@ -128,7 +129,8 @@ def generated(
     stop_at: int | None = None,
     **sampling: Any,
 ) -> list[int]:
-    """The tokens that continue one text, drawn from the model as it is unless told otherwise; without `stop_at`."""
+    """Return the tokens that continue one text, without `stop_at`. By default they are sampled with temperature 1 and
+    without limits."""
     decoder = Decoder(model, memory_len=memory_len, segment_len=segment_len)
     limits = Sampling(**{"temperature": 1.0, "top_k": 0, **sampling})
     decoder.add(0, Request(ids=tuple(ids), max_tokens=max_tokens, seed=seed, stop_at=stop_at, sampling=limits))

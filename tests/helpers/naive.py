@@ -1,10 +1,10 @@
-"""Attention written down from the paper's equations (Dai et al. 2019, section 3.3), number by number.
+"""Attention computed from the paper's equations (Dai et al. 2019, section 3.3), number by number.
 
-Nothing here is fast, and nothing is shared with the package, not even torch: vectors are lists of floats, and
-visibility, distances, encodings and scores are derived again from the text, so that an error in one of them cannot
-hide in both. `naive_model` has the rest of the network.
+The code is slow, and shares nothing with the package, not even torch. Vectors are lists of floats. Visibility,
+distances, encodings and scores are derived again from the paper, so that an error in the package cannot be repeated
+here. `naive_model` contains the rest of the network.
 
-Shapes, one lane at a time: T queries, K keys, P rows of a table, D model width, N heads, H head width.
+Shapes for one lane (batch row): T queries, K keys, P rows of a table, D model width, N heads, H head width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 Vector = list[float]
 Matrix = list[Vector]
 Score = Callable[[Vector, Vector, int], float]
-"""What one head makes of a query, a key and the distance between them, before the division by sqrt(H)."""
+"""A function of a query, a key and their distance that returns the score of one head before the division by sqrt(H)."""
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -32,7 +32,7 @@ def plus(a: Vector, b: Vector) -> Vector:
 
 
 def rms(vector: Vector, *, eps: float) -> Vector:
-    """Divided by its root mean square."""
+    """Return the vector divided by its root mean square."""
     return [x / math.sqrt(dot(vector, vector) / len(vector) + eps) for x in vector]
 
 
@@ -41,7 +41,7 @@ def same(vector: Vector) -> Vector:
 
 
 def naive_encoding(distance: int, *, width: int) -> Vector:
-    """R of one distance: sines of all frequencies, then cosines."""
+    """Return the encoding R of one distance: sines of all frequencies, then cosines."""
     angles = [distance / 10000.0 ** (2 * f / width) for f in range((width + 1) // 2)]
     return ([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])[:width]
 
@@ -54,7 +54,8 @@ def relative_score(
     clamp_len: int = 0,
     norm: Callable[[Vector], Vector] = same,
 ) -> Score:
-    """Terms (a) to (d) of one head; `weight_HD` is its W_{k,R}, the biases its u and v. `norm` is of encodings."""
+    """Return the score function of one head with the terms (a) to (d). `weight_HD` is W_{k,R}, the biases are u and v,
+    and `norm` is applied to encodings."""
 
     @functools.cache
     def encoding(distance: int) -> Vector:
@@ -75,7 +76,8 @@ def learned_score(
     clamp_len: int = 0,
     norm: Callable[[Vector], Vector] = same,
 ) -> Score:
-    """As `relative_score`, with a learned vector and number per distance; all larger distances have the last."""
+    """Return a score function with a learned vector and a learned number per distance. All larger distances use the
+    last ones."""
     last = min(len(table_PH) - 1, clamp_len) if clamp_len else len(table_PH) - 1
 
     def score(query: Vector, key: Vector, distance: int) -> float:
@@ -86,7 +88,7 @@ def learned_score(
 
 
 def plain_score(query: Vector, key: Vector, _: int) -> float:
-    """A head that knows no distances."""
+    """Return the score of a head without distances."""
     return dot(query, key)
 
 
@@ -99,9 +101,10 @@ def naive_visible(
     same_length: str = "off",
     memory_len: int | None = None,
 ) -> bool:
-    """Whether a query of the segment may see a key, counted over memory (negative document: empty) and segment.
+    """Return whether a query of the segment may attend to a key. Keys are counted over memory and segment, and a
+    negative document means an empty position.
 
-    `memory_len` is what a full memory holds; None means that the memory given is as long.
+    `memory_len` is the length of a full memory. None means the length of the given memory.
     """
     distance = len(memory_documents) + query - key
     memory_len = len(memory_documents) if memory_len is None else memory_len
@@ -123,7 +126,7 @@ def naive_attention(
     same_length: str = "off",
     memory_len: int | None = None,
 ) -> list[Matrix]:
-    """context_TNH of one lane; keys are those of the memory given, then those of the segment."""
+    """Return context_TNH of one lane. The keys are those of the given memory, then those of the segment."""
     context_TNH = []
     for i, query_NH in enumerate(query_TNH):
         seen = [

@@ -1,10 +1,11 @@
-"""The whole network from the texts, number by number: one lane, one token, one float at a time.
+"""The whole network, computed from the papers number by number: one lane, one token and one float at a time.
 
-It shares with the package the names and values of the weights, and nothing else. Sources: Dai et al. 2019 (memory,
-attention), Vaswani et al. 2017 (absolute positions), Shaw et al. 2018 (learned distances), Grave et al. 2017 (softmax
-by clusters), Baevski and Auli 2019 (embedding by clusters); for details that they leave open, the original code.
+It shares only the names and the values of the weights with the package. Sources: Dai et al. 2019 (memory, attention),
+Vaswani et al. 2017 (absolute positions), Shaw et al. 2018 (learned distances), Grave et al. 2017 (softmax by clusters),
+Baevski and Auli 2019 (embedding by clusters), and the original code for details that they leave open.
 
-Where weights are tied or shared, only one of the names is read: the model must really tie them to agree.
+Where weights are tied or shared, only one of the names is read. So the results agree only if the model really ties
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 
 class NaiveMemory(NamedTuple):
-    """What one lane remembers: only positions that were really seen, oldest first."""
+    """Memory of one lane (batch row). It contains only positions that were read, oldest first."""
 
     hidden_LMD: list[Matrix]
     documents: list[int]
@@ -64,7 +65,7 @@ def log_softmax(logits: Vector) -> Vector:
 
 
 class NaiveModel:
-    """The weights of a model as lists, and what to do with them."""
+    """The weights of a model as lists, and the computation of losses."""
 
     def __init__(self, model: TransformerXL) -> None:
         self.section, self.vocab_size, self.trained_lens = model.section, model.vocab_size, model.memory_lens
@@ -74,7 +75,8 @@ class NaiveModel:
         return NaiveMemory([[] for _ in range(self.section.num_layers)], [])
 
     def memory_lens(self, memory_len: int) -> list[int]:
-        """Of each layer: the longest ones have all of it, the others at most what they were trained with."""
+        """Return the memory length of each layer. The layers with the longest memory have the whole length, and the
+        others at most the length of their training."""
         if not self.trained_lens:
             return [memory_len] * self.section.num_layers
         return [memory_len if own == max(self.trained_lens) or own > memory_len else own for own in self.trained_lens]
@@ -82,7 +84,7 @@ class NaiveModel:
     def segment(
         self, tokens: list[int], targets: list[int], memory: NaiveMemory, *, memory_len: int, documents: list[int]
     ) -> tuple[Vector, NaiveMemory]:
-        """The losses of a segment in nats, and the memory after it."""
+        """Return the losses of a segment in nats, and the memory after it."""
         hidden_TD = [self.embed(token) for token in tokens]
         if self.section.positions == "absolute":
             hidden_TD = [
@@ -114,7 +116,7 @@ class NaiveModel:
         return naive_encoding(min(distance, clamp_len) if clamp_len else distance, width=self.section.width)
 
     def projects(self, cluster: int) -> bool:
-        """Whether a cluster's embeddings pass through a matrix: one table only if it must, clusters always."""
+        """Return whether the embeddings of a cluster pass through a projection matrix."""
         section = self.section
         if section.div_value > 1 and section.project_same_width:
             return True
@@ -130,7 +132,8 @@ class NaiveModel:
         return [math.sqrt(section.width) * x for x in row] if section.scale_embedding else row
 
     def log_probability(self, target: int, hidden: Vector) -> float:
-        """That of the cluster in the head, if it is a tail cluster, and that of the word inside its cluster."""
+        """Return the log-probability of a word: that of its cluster in the head, if it is a tail cluster, plus that of
+        the word in its cluster."""
         edges = [0, *self.section.cutoffs, self.vocab_size]
         cluster = cluster_of(target, edges)
         head = log_softmax(self.logits(0, hidden, edges))
@@ -169,7 +172,7 @@ class NaiveModel:
         return [x[n * width : (n + 1) * width] for n in range(self.section.num_heads)]
 
     def scores(self, layer: int) -> list[Score]:
-        """How each head of a layer compares a query with a key."""
+        """Return the score function of each head of a layer."""
         section = self.section
         heads = range(section.num_heads)
         if section.positions == "absolute":
@@ -199,13 +202,13 @@ class NaiveModel:
         ]
 
     def normed_heads(self, x: Vector) -> Matrix:
-        """Of queries or keys."""
+        """Return queries or keys by head, normalized if the model has query_key_norm."""
         if not self.section.query_key_norm:
             return self.heads(x)
         return [[1.2 * value for value in rms(head, eps=self.section.norm_eps)] for head in self.heads(x)]
 
     def values(self, layer: int, sources: Matrix) -> Matrix:
-        """Of a layer, given its raw inputs, before any are mixed."""
+        """Return the values of a layer from its inputs, before value_residual mixes them."""
         section, name = self.section, f"blocks.{layer}.attention"
         inner = section.num_heads * section.head_width
         weight = self.weights[f"{name}.key_value.weight"][inner:]

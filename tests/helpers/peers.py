@@ -36,29 +36,30 @@ WITH_CURVE = ["enwik8_like", "wt103_base_like", "wt103_large_like", "pre_norm", 
 
 
 def read_golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the peer's settings, all tensors); time-major."""
+    """Return (the other code's settings, all tensors). Tensors have the time dimension first."""
     with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
         return json.loads(file.metadata()["config"]), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
 def read_huggingface() -> dict[str, Tensor]:
-    """What transformers computes with the folder HUGGING_FACE."""
+    """Return the results of transformers for the folder HUGGING_FACE."""
     return load_file(HUGGING_FACE / "expected.safetensors")
 
 
 def state_dict(golden: dict[str, Tensor], *, prefix: str = "weights.") -> dict[str, Tensor]:
-    """The peer's own names."""
+    """Return the tensors with a prefix, by the names of the other code."""
     return {key.removeprefix(prefix): value for key, value in golden.items() if key.startswith(prefix)}
 
 
 def write_settings(path: Path, settings: dict[str, Any]) -> Path:
-    """The JSON file that `txl import --settings` reads."""
+    """Write the JSON file that `txl import --settings` reads, and return its path."""
     path.write_text(json.dumps(settings), encoding="utf-8")
     return path
 
 
 def write_original_module(path: Path, settings: dict[str, Any], weights: dict[str, Tensor], *, legacy: bool) -> Path:
-    """`model.pt` as the original's train.py writes it: a whole pickled module, whose classes are gone afterwards."""
+    """Write `model.pt` as the original's train.py does: a pickled module, whose classes cannot be imported
+    afterwards."""
     with foreign_classes("mem_transformer", "MemTransformerLM", "Part") as (root_class, part_class):
         root = root_class()
         shared: dict[tuple[Any, ...], nn.Parameter] = {}
@@ -83,13 +84,13 @@ def write_original_module(path: Path, settings: dict[str, Any], weights: dict[st
         root.layers._modules["0"].dec_attn.pre_lnorm = settings["pre_lnorm"]
         root.drop, root.layers._modules["0"].dec_attn.dropatt = nn.Dropout(0.0), nn.Dropout(0.0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the legacy format wants the source text of classes
+            warnings.simplefilter("ignore")  # the legacy format warns that it cannot read the source of the classes
             torch.save(root, path, _use_new_zipfile_serialization=not legacy)
     return path
 
 
 def write_nvidia_checkpoint(path: Path, settings: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    """`checkpoint_last.pt` as NVIDIA's train.py writes it, of a model whose names are the original's."""
+    """Write `checkpoint_last.pt` as NVIDIA's train.py does, from a model with the names of the original."""
     state = {}
     for name, value in weights.items():
         if name.startswith("crit.out_layers."):
@@ -98,7 +99,7 @@ def write_nvidia_checkpoint(path: Path, settings: dict[str, Any], weights: dict[
                 continue
             name = f"crit.out_layers_{'weights' if leaf == 'weight' else 'biases'}.{index}"
         state[name] = value
-        if name.startswith("word_emb.emb_projs."):  # which the softmax lists again
+        if name.startswith("word_emb.emb_projs."):  # the softmax lists these weights again
             state[name.replace("word_emb.emb_projs.", "crit.shared_out_projs.")] = value
     model_config = {**settings, "dropout": 0.0, "dropatt": 0.0, "dtype": None}
     content = {
@@ -115,7 +116,8 @@ def write_nvidia_checkpoint(path: Path, settings: dict[str, Any], weights: dict[
 
 @contextmanager
 def foreign_classes(module_name: str, *names: str) -> Iterator[tuple[type, ...]]:
-    """Modules of a package that exists only inside: what is pickled of it cannot be imported later."""
+    """Yield module classes of a package that exists only inside the context, so that pickled objects cannot be imported
+    later."""
     foreign = ModuleType(module_name)
     classes = tuple(type(name, (nn.Module,), {"__module__": module_name}) for name in names)
     for made in classes:

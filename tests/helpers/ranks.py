@@ -1,4 +1,5 @@
-"""Real processes for tests: a top-level worker runs once per rank over gloo, and each rank's result comes back."""
+"""Real processes for tests: a top-level worker runs once per rank over gloo, and the result of each rank is
+returned."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from tests.helpers import forked
 
 
 def run_ranks(worker: Callable[..., Any], *arguments: Any, world_size: int, folder: Path) -> list[Any]:
-    """worker(ranks, *arguments) on `world_size` processes; the results in rank order.
+    """Run worker(ranks, *arguments) in `world_size` processes, and return the results in the order of the ranks.
 
-    They are forked, in an instant. Where GPUs may be used each is a new one: CUDA does not survive a fork.
+    The processes are forked, which is fast. If GPUs can be used, each process is a new one, because CUDA does not work
+    after a fork.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port, processes = forked.free_port(), []
@@ -33,7 +35,7 @@ def run_ranks(worker: Callable[..., Any], *arguments: Any, world_size: int, fold
             processes[-1].start()
     try:
         living = {process.sentinel: process for process in processes}
-        while living:  # one that fails ends the others: they would wait for it
+        while living:  # a failed rank ends the others, because they would wait for it
             for sentinel in connection.wait(list(living)):
                 process = living.pop(sentinel)
                 process.join()
@@ -62,7 +64,7 @@ def _work(worker: Callable[..., Any], arguments: tuple[Any, ...], path: Path) ->
     try:
         with distributed_context(timeout_s=120) as ranks:
             result = worker(ranks, *arguments)
-    except BaseException:  # noqa: BLE001  whatever it is, it is shown
+    except BaseException:  # noqa: BLE001  every error is reported
         path.with_name(path.name.replace("result", "error")).write_text(traceback.format_exc(), encoding="utf-8")
         os._exit(1)
     path.write_bytes(pickle.dumps(result))

@@ -1,4 +1,4 @@
-"""The recipes of configs/, as text."""
+"""Comments at the beginning of the recipes in configs/, as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONFIGS = Path(txl_dist.__file__).parent.parent / "configs"
 
 
 def header(name: str) -> str:
-    """The comment that a recipe begins with, as it stands there."""
+    """Return the comment at the beginning of a recipe."""
     lines = (CONFIGS / f"{name}.toml").read_text(encoding="ascii").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(lines[:end])

@@ -1,4 +1,4 @@
-"""A server in this process, with a tiny random model, and plain HTTP to ask it."""
+"""A server in this process with a tiny random model, and plain HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from txl_dist.serve.service import Service
 
 @dataclass
 class Reply:
-    """What a server answered."""
+    """Answer of the server."""
 
     status: int
     headers: dict[str, str]
@@ -35,21 +35,21 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """Of an error, whose form is OpenAI's."""
+        """Message of an error, which must have OpenAI's form."""
         error = self.json["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         return str(error["message"])
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream that is whole."""
+        """Events of a complete stream."""
         *events, done, rest = self.body.decode().split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 class Served:
-    """A server that runs."""
+    """A running server, and requests to it."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.url = server, server.url
@@ -60,7 +60,7 @@ class Served:
         return http.client.HTTPConnection(str(self.address.hostname), self.address.port, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        """One request; a body that is no bytes is sent as JSON."""
+        """Send one request and return the answer. A body that is not bytes is sent as JSON."""
         given = {name.replace("_", "-"): value for name, value in headers.items()}
         if body is not None and not isinstance(body, bytes):
             body, given = json.dumps(body).encode(), {"content-type": "application/json", **given}
@@ -75,13 +75,13 @@ class Served:
         return self.ask("POST", "/v1/completions", {"prompt": prompt, **fields})
 
     def wait_until_idle(self) -> None:
-        """Until no text is in work or waits."""
+        """Wait until no text is generated or queued."""
         worker = self.service.worker
         wait_until(lambda: not worker._jobs and not worker._waiting and not worker.num_rows)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Fails if that takes half a minute."""
+    """Wait until `holds` returns True. Raises AssertionError after 30 seconds."""
     end = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < end
@@ -90,7 +90,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 @contextmanager
 def served(model: LanguageModel, **settings: Any) -> Iterator[Served]:
-    """A server of a model, on a free port."""
+    """Yield a server of a model on a free port."""
     serving = Serving(port=0, **settings)
     server = Server(model, serving, listen(serving), name="tiny")
     thread = threading.Thread(target=lambda: asyncio.run(server.run(heeds_signals=False)), daemon=True)

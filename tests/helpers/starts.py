@@ -1,8 +1,8 @@
-"""How many processes a test starts: what a test costs, whatever machine it runs on.
+"""Count the processes that a test starts. This number measures the cost of a test independently of the machine.
 
-A second on one machine is three on another, and six beside a compiler; a start is a start. Counted is every program, a
-shell's or a Python's, every worker of `multiprocessing` and every process that `tests.helpers.forked` forks, by this
-process; what those start themselves is not.
+Times differ between machines and with other load, but the number of started processes does not. The count contains the
+programs, the workers of `multiprocessing` and the processes of `tests.helpers.forked` that this process starts. It does
+not contain the processes that those start.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 BUDGET = 8
-"""Processes that a test of the default run, or a fixture of one, may start."""
+"""Largest number of processes that a test of the default run, or one of its fixtures, may start."""
 SMOKE_BUDGET = 20
 
 count = 0
 
 
 def begin_to_count() -> None:
-    """Count what this process starts from now on, in `count`."""
+    """Count the processes that this process starts from now on, in `count`."""
     sys.addaudithook(_see)
     begin = BaseProcess.start
 
@@ -34,7 +34,7 @@ def begin_to_count() -> None:
 
 
 def check(started: int, *, marks: Collection[str]) -> None:
-    """Fail if a test with these marks may not start so many. What only `--all` runs may start what it likes."""
+    """Fail if a test with these marks has started too many processes. Tests that only `--all` runs have no limit."""
     if "smoke" in marks:
         budget = SMOKE_BUDGET
     elif "slow" in marks or "dist" in marks:

@@ -1,8 +1,8 @@
-"""A reader of corpora and of training's lanes that knows nothing but docs/corpus-format.md, "Specification".
+"""A reader of corpora and of a training's lanes, written only from docs/corpus-format.md, section "Specification".
 
-numpy, json, tarfile and hashlib; nothing of the package. It is made to be checked by eye, not to be fast: whole epochs
-are joined in memory, and a lane at a position is looked up in them. Both ways to the tokens that the page describes are
-gone, the records and the members of the tar, and must agree.
+It uses numpy, json, tarfile and hashlib, but nothing of the package. It is written to be checked by reading, not to be
+fast. Whole epochs are joined in memory, and the token of a lane (batch row) at a position is looked up in them. The
+page describes two ways to the tokens, the records and the members of the tar. Both are used and must agree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def stream_seed(run_seed: int) -> int:
 
 
 class StrangersSplit:
-    """The documents of a split, shard by shard in file order."""
+    """The documents of a split, shard by shard in the order of the file."""
 
     def __init__(self, folder: Path, split: str) -> None:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
@@ -105,7 +105,7 @@ class StrangersSplit:
         return documents
 
     def epoch(self, number: int, *, seed: int) -> np.ndarray:
-        """All tokens of an epoch in its order."""
+        """Return all tokens of an epoch in its order."""
         if (number, seed) not in self._epochs:
             parts = [
                 self.shards[shard][document]
@@ -118,7 +118,7 @@ class StrangersSplit:
 
 @dataclass
 class StrangersCorpus:
-    """A corpus of a run: how its lanes lie, and where they are."""
+    """A corpus of a run: the partition into lanes, and their position."""
 
     data: StrangersSplit
     seed: int
@@ -126,7 +126,7 @@ class StrangersCorpus:
     position: int = 0
     epoch: int = 0
     unread: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges [first, end) of tokens of the epoch; none: all of it."""
+    """Ranges [first, end) of unread tokens of the epoch. An empty list means the whole epoch."""
     skips: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -135,7 +135,7 @@ class StrangersCorpus:
 
     @cached_property
     def _rest_numbers(self) -> np.ndarray:
-        """Of each token of the joined rest, its number in the epoch."""
+        """Number in the epoch of each unread token."""
         return np.concatenate([np.arange(first, end) for first, end in self._rest_ranges])
 
     @property
@@ -212,19 +212,19 @@ def ranges_of(text: str) -> list[tuple[int, int]]:
 
 
 class StrangersRun:
-    """Every lane of a training run."""
+    """All lanes of a training run."""
 
     def __init__(self, splits: Sequence[StrangersSplit], *, run_seed: int) -> None:
         self.splits, self.seed = splits, stream_seed(run_seed)
         self.corpora = [StrangersCorpus(split, self.seed, 0) for split in splits]
 
     def go_on(self, *, num_lanes: int, weights: Sequence[float] = ()) -> None:
-        """A start with these settings."""
+        """Begin or resume with these settings."""
         lanes = lanes_of_corpora(num_lanes, weights or [split.num_tokens for split in self.splits])
         self.corpora = [corpus.cut_anew(count) for corpus, count in zip(self.corpora, lanes, strict=True)]
 
     def load(self, stream: dict[str, Any]) -> None:
-        """The `stream` of a checkpoint's state.json."""
+        """Load the `stream` of a checkpoint's state.json."""
         assert stream["version"] == 3
         self.seed = stream["seed"]
         self.corpora = []
@@ -235,7 +235,7 @@ class StrangersRun:
             self.corpora.append(StrangersCorpus(split, self.seed, **place, **ranges))
 
     def rows(self, segment_len: int) -> np.ndarray:
-        """[lanes, T+1] tokens of the next step, which is then passed."""
+        """Return the tokens of the next step, [lanes, T+1], and move to the step after it."""
         in_order = [number for number, corpus in enumerate(self.corpora) for _ in range(corpus.num_lanes)]
         owners = [in_order[place] for place in order(len(in_order), self.seed, 0, 3)]
         positions = [corpus.next_positions(segment_len + 1) for corpus in self.corpora]

@@ -1,4 +1,4 @@
-"""A terminal for processes under test: a pseudo-terminal of a given width, and what was shown on it."""
+"""A terminal for processes under test: a pseudo-terminal of a given width that records its output."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import TracebackType
 
 
 class Terminal:
-    """Pass `device` to a process as its standard error; `read` afterwards."""
+    """A pseudo-terminal. Pass `device` to a process as its standard error, and call `read` afterwards."""
 
     def __init__(self, *, columns: int) -> None:
         self._master, self.device = os.openpty()
         self.resize(columns)
 
     def resize(self, columns: int) -> None:
-        """Another width."""
+        """Change the width."""
         termios.tcsetwinsize(self.device, (24, columns))
 
     def read(self) -> str:
-        """What was shown since the last time, all writers having ended or at least what came so far."""
+        """Return the output since the last call. Wait for the end of the writers first to get all of it."""
         shown = b""
         while select.select([self._master], [], [], 0)[0]:
             shown += os.read(self._master, 1 << 16)

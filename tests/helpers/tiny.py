@@ -17,7 +17,7 @@ VOCAB_SIZE = 300
 
 
 def tiny_config(**sections: dict[str, Any]) -> Config:
-    """Two layers, three clusters; keyword arguments override sections."""
+    """Return settings with two layers and three clusters. Keyword arguments change sections."""
     values: dict[str, dict[str, Any]] = {
         "model": {
             "num_layers": 2,
@@ -46,11 +46,11 @@ def train_engine(
     rare_free: tuple[int, int] | None = None,
     evaluates: bool = False,
 ) -> Any:
-    """Steps of an engine on a fixed stream of ids.
+    """Train an engine for some steps on a fixed stream of ids.
 
-    `rare_free` = (step, rank): that rank's lanes have only frequent words there, so two of its clusters are empty.
-    `evaluates` scores a batch after every step.
-    Returns (global loss of each step, {lane: memory}, loss on fixed tokens at the end).
+    `rare_free` = (step, rank): at this step the lanes of this rank have only frequent words, so that two of its
+    clusters are empty. `evaluates` scores a batch after every step. Returns (global loss of each step, {lane: memory},
+    loss of fixed tokens at the end).
     """
     plan = plan_batch(config.train, world_size=ranks.world_size)
     engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Where code would wait for a GPU, found on any device: operations whose result the host must know to go on."""
+"""Find operations for which the host would wait for a GPU, because it needs their result. It works on any device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WAITING = {
 
 
 class Waits(TorchDispatchMode):
-    """A context that counts operations, and keeps the place of each that waits.
+    """A context that counts operations, and records the stack of each operation that waits.
 
-    It does not see `tolist`, nor `numpy` and `cpu` of a tensor that is on the CPU already.
+    It does not see `tolist`, and it does not see `numpy` and `cpu` of a tensor that is on the CPU already.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Waits(TorchDispatchMode):
         self.num_operations = 0
         self.places: list[str] = []
         self.longest = 0
-        """Values of the largest tensor that was made."""
+        """Number of values of the largest tensor that an operation returned."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,9 +49,9 @@ class Waits(TorchDispatchMode):
 
 
 class Copies(TorchDispatchMode):
-    """A context that keeps the name of each operation that copies from the host to a device and waits.
+    """A context that records the name of each operation that copies from the host to a device and waits.
 
-    Within torch's `FakeTensorMode` it needs no GPU.
+    Inside torch's `FakeTensorMode` it needs no GPU.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
-"""What the rank server imports once, before it forks: all that a training process imports, late imports included.
+"""Imports that the server of ranks makes once before it forks: all modules of a training process, also late imports.
 
-The commands that follow a training are here too, and the first reading of flags, which imports and caches.
+The modules of the commands after a training are included. The first parsing of flags is included too, because it
+imports modules and fills caches.
 """
 
 import atexit
@@ -28,10 +29,10 @@ MODULES = (
     "numpy.ma",
     "torch.utils.tensorboard",
     "tensorboard.plugins.hparams.summary_v2",
-    "torch._dynamo",  # with the first optimizer
+    "torch._dynamo",  # imported with the first optimizer
     "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor",
-    "deepspeed.module_inject.auto_ep_layer",  # these with the first engine
+    "deepspeed.module_inject.auto_ep_layer",  # this and the next ones are imported with the first engine
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
@@ -44,5 +45,5 @@ import_deepspeed()
 for name in MODULES:
     importlib.import_module(name)
 parse(TrainArguments, ["--run.seed", "2"], prog="txl train", default=TrainArguments(Path("x"), settings=Config()))
-gc.freeze()  # DeepSpeed collects garbage when it builds an engine: not among a million objects of modules each time
-atexit.register(gc.unfreeze)  # else a library says at the end that it lost some of them
+gc.freeze()  # DeepSpeed collects garbage when it builds an engine; modules' objects need not be searched
+atexit.register(gc.unfreeze)  # otherwise a library reports leaks at exit

@@ -1,4 +1,4 @@
-"""Small folders of XLNet, with a tokenizer of the same kind as XLNet's own (unigram, with `<eod>`)."""
+"""Small folders of XLNet with a tokenizer of the same kind as XLNet's own (unigram, with `<eod>`)."""
 
 from __future__ import annotations
 
