@@ -19,7 +19,7 @@ class FileServer:
         self.folder = folder
         self.url = ""
         self.requests: Counter[str] = Counter()
-        """GETs of each file."""
+        """Number of GETs of each file."""
         self.has_ranges = True
         """Whether ranges are served. Otherwise the whole file is sent with status 200 for any range."""
         self.failures: Counter[str] = Counter()
