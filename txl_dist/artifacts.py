@@ -33,7 +33,7 @@ FORMAT_VERSION = 4
 READABLE_VERSIONS = (2, 3, 4)
 """Format versions of the checkpoints that this package reads. Version 1, written by 0.1.0, consisted of DeepSpeed's own
 files, which are pickles. Version 2 has one memory length for all layers. Version 3 has a memory length for each layer
-(`train.memory_lens`). Version 4 has another name for one key of the stored position in the text."""
+(`train.memory_lens`). Version 4 has a new name for one key in the state of the token stream."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
 """Names of files: the graphs in a folder of ONNX graphs, and the code in a Hugging Face folder."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")

@@ -1,8 +1,9 @@
 """Shell completion: a static script for each shell. It does not run Python when TAB is pressed.
 
 The script contains all commands, flags and settings (`--section.key`), the choices of flags and settings, and the
-places where a file name is expected. It is generated from the commands' arguments, so it must be written again after
-an update of the package. The script offers settings with underscores, as in files, and also accepts hyphens.
+places where a file name is expected. It is generated from the commands' arguments, so it must be written again after an
+update of the package. The script offers settings with underscores, as in configuration files. It also accepts settings
+that are typed with hyphens.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _PIPE = Path("-")
 class _NotGiven(tuple[Any, ...]):
     """Type of the default value of a flag, which shows that the flag was not given.
 
-    A flag that was given without values has an empty plain tuple. Such a flag probably comes from an unset shell
+    If a flag was given without values, its value is an empty plain tuple. The reason is probably an unset shell
     variable.
     """
 

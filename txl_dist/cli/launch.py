@@ -392,8 +392,8 @@ def _check_choice(asked: argparse.Namespace, slots: Mapping[str, int]) -> None:
 def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, list[int]]:
     """Return the slots of each machine that remain after --include and --exclude, in order. Raises ConfigError.
 
-    Machines without a remaining slot are left out. The form of both flags is NODE[:SLOT,...][@NODE...]. A machine
-    without slots means all of its slots.
+    Machines without a remaining slot are left out. The form of both flags is NODE[:SLOT,...][@NODE...]. A machine that
+    is named without slots stands for all of its slots.
     """
     every = {host: list(range(count)) for host, count in slots.items()}
     value = asked.include or asked.exclude

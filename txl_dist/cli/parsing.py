@@ -369,7 +369,7 @@ def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
 
 
 def _settings_out_of_range(words: Sequence[str]) -> list[str]:
-    """Return one line for every setting whose value among the words is out of range."""
+    """Return one line for every setting whose value on the command line is out of range."""
     lines = []
     for word in words:
         name = _name(word)

@@ -3,7 +3,7 @@
 A launch on several machines sends the words through a shell. DeepSpeed's runner for pdsh puts a word with blanks into
 double quotes, where `$`, backticks and backslashes keep their meaning. It does not quote other words. pdsh replaces %h,
 %n and %u, and an empty word is lost. So if a word has a character that is not plain, all words are encoded as one plain
-word, for any launcher. `txl` decodes this word on the other machine.
+word. This is done for every launcher, not only for pdsh. `txl` decodes this word on the other machine.
 
 The words that DeepSpeed itself writes into that shell cannot be encoded. So the folder, the path of Python and the
 variables that DeepSpeed writes are checked.

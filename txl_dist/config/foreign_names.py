@@ -37,7 +37,7 @@ class Counterpart(NamedTuple):
         """Return the last part of a message about the foreign name, which suggests the counterpart. The text begins
         with a blank.
 
-        `spell(name, value)` writes a setting or flag as the user should write it. The value may be empty.
+        `spell(name, value)` writes a setting or flag as the user should write it. `value` can be empty.
         """
         if self.here:
             question = f" Did you mean {spell(self.here, self.value)}?"

@@ -468,11 +468,11 @@ def changes_to_toml(config: Config) -> str:
 
 
 _ADDED_SINCE_0_2 = frozenset({"model.any_order", "model.segment_terms", "train.objective", "train.reuse_len"})
-"""Frozen settings that version 0.2 did not have."""
+"""Frozen settings (a resume cannot change them) that version 0.2 did not have."""
 
 
 def config_fingerprint(config: Config) -> str:
-    """Return the sha256 hash of the frozen settings.
+    """Return the sha256 hash of the frozen settings, which a resume cannot change.
 
     A run can be resumed with another config only if both configs have the same hash. The hash uses the names of version
     0.2, so that renaming a setting does not change the hash. A setting that a later version added is left out while it
@@ -609,7 +609,7 @@ def lower(text: str) -> str:
 
 
 _FAR = 1000
-"""Size from which a bound is left out of messages. Such a bound only refuses absurd values."""
+"""Absolute value from which a bound is left out of messages. Such a bound only refuses absurd values."""
 _KINDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),

@@ -1,9 +1,9 @@
 """The sections of a run's settings. Each field has a type, and below it a docstring with its meaning and unit.
 
-Sizes are global: they do not depend on the number of ranks. A field may have a `Resume` value next to its type. This
-value says what happens when a resumed run has another value than the run directory. A field without a `Resume` value is
-frozen, so a change is refused and the difference is shown. `load` loads, checks and compares the sections. This module
-imports no torch.
+Sizes are global: they do not depend on the number of ranks. A field can have a `Resume` policy next to its type. The
+policy says what happens when a run is resumed and its new settings have another value in this field than the run
+directory. A field without a policy is frozen, so the resume is refused and the difference is shown. `load` loads,
+checks and compares the sections. This module imports no torch.
 """
 
 from __future__ import annotations

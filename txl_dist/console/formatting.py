@@ -110,7 +110,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def cluster_starts(cutoffs: Sequence[object]) -> str:
-    """Return a text with the first token id of each cluster of an adaptive softmax after the first cluster.
+    """Return a text with the first token id of each cluster of an adaptive softmax, without the first cluster.
 
     A cutoff that is not an integer is written as it is.
     """

@@ -252,9 +252,11 @@ def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepT
 def exchange_bytes(work: Work) -> float:
     """Return the bytes that a rank sends in a step. The rank receives the same number of bytes.
 
-    With N ranks, the number is (N-1)/N times 2 x the parameters at stages 0 to 2, and (N-1)/N times 3 x the parameters
-    at stage 3. An all-reduce is a reduce-scatter and an all-gather. From stage 2 on, every micro-batch reduces its
-    gradients. Muon sends matrices to the ranks that compute their updates, and these ranks send the updates back.
+    Let P be the bytes of all parameters in the compute type. With N ranks and one micro-batch per step, a rank sends
+    2P(N-1)/N bytes at ZeRO stages 0 to 2, and 3P(N-1)/N bytes at stage 3. An all-reduce counts as a reduce-scatter and
+    an all-gather. With several micro-batches, stage 2 reduces gradients in every micro-batch, and stage 3 also gathers
+    parameters in every micro-batch. Muon sends matrices to the ranks that compute their updates, and these ranks send
+    the updates back.
     """
     stage = work.zero_stage
     times = work.num_microbatches
