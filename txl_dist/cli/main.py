@@ -404,9 +404,10 @@ def run_and_exit() -> None:
 
 
 def _code_of_main() -> int:
-    """Run the command line and return its exit code. An interruption or error prints one line.
+    """Run the command line and return its exit code. An interruption or a missing package prints one line, and a defect
+    prints its traceback.
 
-    Raises LostOutputError and BrokenPipeError.
+    Raises LostOutputError or BrokenPipeError if standard output cannot be written.
     """
     try:
         return main()

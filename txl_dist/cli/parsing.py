@@ -246,7 +246,7 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
 def _spelling(name: str, value: str = "") -> str:
     """Return a flag as `--help` writes it, followed by the value that it should have, if any.
 
-    A setting whose name has underscores is also written as in a file.
+    If the name of a setting has underscores, its spelling in a configuration file is added.
     """
     flag = flag_of(name)
     if value:

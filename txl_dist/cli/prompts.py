@@ -250,7 +250,7 @@ def _text_of(prompt: PromptInput, model: LanguageModel) -> str:
 
 
 def _whole_texts(chunks: Iterator[OutputChunk], *, num_samples: int) -> Iterator[tuple[OutputChunk, str]]:
-    """Yield (last chunk, whole text) of each sample, in the order of prompts and samples, whichever sample ends
+    """Yield (last chunk, whole text) of each sample, in the order of prompts and samples, even if a later sample ends
     first."""
     texts: dict[tuple[int, int], str] = {}
     last_chunks: dict[tuple[int, int], OutputChunk] = {}

@@ -23,8 +23,8 @@ ENCODED = "--encoded-words="
 """Beginning of the single word that encodes all words."""
 _PLAIN = re.compile(r"[\w@+=:,./-]+", re.ASCII)
 _SENT_VARIABLES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Beginnings of the environment variables that DeepSpeed sends to other machines (EXPORT_ENVS of its runner, and the
-variables of its accelerators)."""
+"""Beginnings of the names of the environment variables that DeepSpeed sends to other machines (EXPORT_ENVS of its
+runner, and the variables of its accelerators)."""
 _CHANGED_IN_QUOTES = re.compile(r'["$`\\%]')
 """Characters that a shell changes even if DeepSpeed puts the value in double quotes."""
 

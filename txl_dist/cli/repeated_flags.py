@@ -19,7 +19,7 @@ def join_repeated(words: Sequence[str], target: Any, *, default: Any) -> list[st
     """Return the words with the values of each repeated list flag of `target` at the flag's last occurrence.
 
     `target` is the function or class whose signature defines the flags, and `default` holds its default values. Raises
-    ConfigError if one of several occurrences has no value, because its value may be an unset shell variable.
+    ConfigError if one of several occurrences has no value. The reason is probably an unset shell variable.
     """
     if "--" in words:
         end = words.index("--")

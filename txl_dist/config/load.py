@@ -1,10 +1,10 @@
 """The settings of a run: read from TOML, overridden by the command line, checked, and then frozen.
 
 Sizes are global and do not depend on the number of ranks. A step has `train.num_lanes` rows (lanes) of
-`train.segment_len` tokens, on 1 GPU or on 64. `train.microbatch_lanes` is the only setting that fits a run into memory.
-The number of accumulated micro-batches is computed from this setting (`BatchPlan`). A config never changes after
-`load_config`. The state of a run is in `TrainState`. The sections, and the meaning of each setting, are in `schema`.
-This module imports no torch.
+`train.segment_len` tokens, on 1 GPU or on 64. The exception is `train.microbatch_lanes`, the number of lanes that one
+rank computes at a time, which is chosen to fit into memory. The number of accumulated micro-batches is computed from
+this setting (`BatchPlan`). A config never changes after `load_config`. The state of a run is in `TrainState`. The
+sections, and the meaning of each setting, are in `schema`. This module imports no torch.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def plugin_errors(
 def load_plugins(names: Iterable[str]) -> None:
     """Import the plugins that are not loaded yet. This runs their code, so use it only for names that the user gave.
 
-    Raises ConfigError, in one line, for a module that is missing or raises.
+    Raises ConfigError, in one line, for a module that is missing or raises an error.
     """
     for name in names:
         if name in _loaded:

@@ -2,8 +2,8 @@
 
 Lines are written to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run. If the terminal
 or pipe has closed, lines to it are dropped. If the disk of the log file is full, the file lacks the lines of that time
-and continues afterwards. Only a terminal gets colours (none if NO_COLOR is set). Long lines are shortened to the width
-of the terminal where that is possible.
+and continues afterwards. Only a terminal gets colours (none if NO_COLOR is set). A long line is shortened to the width
+of the terminal if its message can be shortened (`FIT`).
 """
 
 from __future__ import annotations

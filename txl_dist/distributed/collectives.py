@@ -68,7 +68,7 @@ class StepFlags(NamedTuple):
     have written their parts."""
     save: bool = False
     """True if the clock of rank 0 says that it is time for a checkpoint. In the flags of the job it is True if any rank
-    has set it."""
+    has set this flag."""
 
 
 @contextmanager

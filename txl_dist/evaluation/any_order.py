@@ -233,8 +233,8 @@ def _left_to_right(
 ) -> Evaluation:
     """Compute the mean loss of every token from the tokens before it. All ranks call this function together.
 
-    The targets are those of a model that predicts the next token: all tokens of each lane (batch row) but the first.
-    With document masks the first token of a document is not scored, because it sees nothing.
+    The targets are those of a model that predicts the next token: all tokens of each lane (batch row) except its first
+    token. With document masks the first token of a document is not scored, because no token before it can be seen.
     """
     start_s = time.perf_counter()
     sums = LossSums(segment_len=text.segment_len, edges=maker.softmax_edges, device=ranks.device)
@@ -307,8 +307,9 @@ def _pseudo_likelihood(
 ) -> Evaluation:
     """Compute the mean loss of a sample of tokens, each predicted from all other tokens of its segment.
 
-    All ranks call this function together. The tokens are in the last half of the segment, which sees the first half
-    too. Which tokens are scored depends only on the lane (batch row) and the position. Only whole segments are scored.
+    All ranks call this function together. The scored tokens are in the last half of the segment, and they are also
+    predicted from the first half. Which tokens are scored depends only on the lane (batch row) and the position. Only
+    whole segments are scored.
     """
     start_s = time.perf_counter()
     split = text.split

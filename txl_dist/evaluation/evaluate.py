@@ -120,7 +120,8 @@ def _evaluate_any_order(target: Target, overrides: Overrides, *, outputs: Output
 
 
 def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextUnits:
-    """Return the units in which a loss is shown. Bits per byte are missing if the protocol skips a part of the text."""
+    """Return the units in which a loss is shown. With another program's protocol there are no bits per byte, because
+    the protocol does not score the whole text."""
     units = text_units([split], mask_documents=mask_documents)
     if overrides.peer is None:
         return units

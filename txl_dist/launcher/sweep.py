@@ -120,8 +120,8 @@ class PointScore(NamedTuple):
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of one run in nats or bits, estimated from the seeds (n - 1). It is NaN for a single
-        seed."""
+        """Standard deviation of one run in nats or bits, estimated from the n seeds with the divisor n - 1. It is NaN
+        for a single seed."""
         if len(self.losses) < 2:
             return math.nan
         return statistics.stdev(self.losses)
@@ -386,7 +386,8 @@ def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], 
 
 
 def best_point_lines(scores: Sequence[PointScore], axes: Sequence[Axis]) -> list[str]:
-    """Return lines that name the best point, its margin over the second, and axes whose grid may be too short.
+    """Return lines that name the best point, its margin over the second-best point, and axes whose grid may be too
+    short.
 
     The margin is compared with the standard deviation of a run.
     """
@@ -407,7 +408,8 @@ def best_point_lines(scores: Sequence[PointScore], axes: Sequence[Axis]) -> list
 
 
 def _margin(best: PointScore, second: PointScore) -> str:
-    """Return a text with the margin of the best point over the second, and whether the margin may be chance."""
+    """Return a text with the margin of the best point over the second-best point, and whether the margin may be
+    chance."""
     margin = second.mean - best.mean
     text = f", {bounded(margin)} below {second.point}"
     num_seeds = len(best.losses)

@@ -31,7 +31,7 @@ class Gpu:
     memory_gib: float
     """Memory of the GPU that the driver reports, in GiB."""
     bandwidth_gb_s: float
-    """Bandwidth of the GPU's memory in GB/s, by the datasheet."""
+    """Bandwidth of the GPU's memory in GB/s, from the datasheet."""
     bus_gb_s: float
     """Bus bandwidth in GB/s of an all-reduce among the GPUs of a machine, as nccl-tests defines it."""
     matmul_share: float

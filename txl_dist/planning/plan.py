@@ -74,8 +74,8 @@ class Option:
     config: Config
     attention: AttentionKind
     needed_gib: float
-    """Memory per rank in GiB. Between the smallest and the largest micro-batch it is interpolated, with an error of
-    about 1 %."""
+    """Memory per rank in GiB. For micro-batches between the smallest and the largest one, the memory is interpolated
+    with an error of about 1 %."""
     fits: bool
     """True if `needed_gib` is at most the usable memory of the GPU, which excludes the reserves for CUDA and for
     fragments."""

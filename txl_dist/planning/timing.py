@@ -34,8 +34,8 @@ MEMORY_SHARE = 0.85
 KERNEL_SHARE = 0.3
 """Share of the GPU's peak that our Triton kernels reach. The value is a prediction."""
 KERNEL_WORK = 11 / 9
-"""Operations of the Triton kernels divided by the operations of the formula. The kernels compute scores again in the
-backward pass."""
+"""Operations of the Triton kernels, divided by the operations of attention that computes each product once. The kernels
+compute scores again in the backward pass."""
 EXCHANGE_SHARE = 0.5
 """Share of the bus bandwidth within a node that a trainer reaches."""
 NETWORK_SHARE = 0.85
@@ -309,7 +309,7 @@ def _bandwidth(gpu: Gpu) -> float:
 def _layer_products(work: Work, program: Program) -> Iterator[Product]:
     """Yield all matrix products of the blocks except the products of the scores.
 
-    The products of the forward pass and of the backward pass for weights and inputs are included.
+    The result includes the forward pass, and the products of the backward pass for the gradients of weights and inputs.
     """
     model = work.model
     rows = float(work.rows)

@@ -2,8 +2,8 @@
 
 For a checkpoint inside its run, the page of the run is written. The page of a bundle is its model card: what the model
 is, how it was trained, scores, a sample and how to use it. The page of a checkpoint without its run shows its step and
-its settings. The page is written next to the folder, because a new file inside it would not be in the manifest and
-would count as damage.
+its settings. The page of a bundle or of such a checkpoint is written next to its folder. A new file inside the folder
+would not be in the manifest, and would count as damage.
 """
 
 from __future__ import annotations

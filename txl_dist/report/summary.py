@@ -111,7 +111,7 @@ class RunRecords:
         return np.interp(steps, recorded_steps, recorded_tokens)
 
     def _tokens_per_step(self) -> float:
-        """Return the number of tokens per step by the settings, or NaN if the number is unknown."""
+        """Return the number of tokens per step that the settings give, or NaN if the number is unknown."""
         num_lanes = self.settings.get("train.num_lanes")
         segment_len = self.settings.get("train.reuse_len") or self.settings.get("train.segment_len")
         if _is_count(num_lanes) and _is_count(segment_len):

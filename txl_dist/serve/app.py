@@ -355,8 +355,8 @@ def _check_content_type(request: Request, body: bytes) -> None:
     """Raise APIError if the content type says that a body is not JSON.
 
     `curl -d` and other programs send JSON with the content type of a form, or without a content type. A web page of
-    another site can send such a request too, and the browser does not first ask this server for permission. So these
-    content types raise the error if a header shows that a web page sent the request.
+    another site can send such a request too, and the browser does not first ask this server for permission. So a body
+    with one of these content types is refused if a header shows that a web page sent the request.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json":

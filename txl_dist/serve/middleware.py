@@ -5,7 +5,7 @@
 - Every error is a JSON object in OpenAI's form.
 - Many clients send a whole request before they read. If the server closes a connection while bytes arrive, the
   connection is reset and the client loses the response. So after an early response the rest of the request is read and
-  discarded, up to DRAIN_BYTES or DRAIN_S. Then the connection is closed.
+  discarded, up to DRAIN_BYTES bytes or for DRAIN_S seconds. Then the connection is closed.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ class _RequestBody:
         return content
 
     async def discard(self) -> None:
-        """Read and discard the rest of the body, within DRAIN_BYTES and DRAIN_S, or until the client disconnects."""
+        """Read and discard the rest of the body: at most DRAIN_BYTES bytes, for at most DRAIN_S seconds, or until the
+        client disconnects."""
         num_bytes = 0
         with suppress(TimeoutError, _ClientGoneError):
             async with asyncio.timeout(DRAIN_S):

@@ -36,7 +36,8 @@ class Metrics:
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Add a gauge with this name and description (`meaning`).
 
-        `value` is called each time that Prometheus reads the metrics. It returns the current value.
+        Each time that Prometheus reads the metrics, the function `value` is called and returns the gauge's current
+        value.
         """
         Gauge(name, meaning, registry=self._registry).set_function(value)
 
