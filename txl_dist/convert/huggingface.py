@@ -2,8 +2,8 @@
 
 The names of tensors are those of the original code with the prefix `transformer.`. The columns of tail clusters are in
 natural order. The biases u and v are in every layer. If `untie_r` is False, the two biases are at the top level as
-well. A folder has config.json, and pytorch_model.bin or model.safetensors. An export is read back and compared before
-it replaces an older folder.
+well. A folder has config.json, and pytorch_model.bin or model.safetensors. An export is read back and compared with the
+model before it replaces an older folder.
 
 Hugging Face's model begins with a memory of zeros, and its queries attend to these zeros. Use `zero_memory` when
 scoring to get the same numbers.

@@ -56,8 +56,8 @@ class Imported:
     memory_len: int
     """Tokens of memory in training. It is -1 if neither the file nor the settings contain the number."""
     reuse_len: int = field(default=0, kw_only=True)
-    """Number of tokens of a segment that the memory stores, for models that predict in any order. A value of 0 means
-    all tokens."""
+    """For models that predict in any order: the number of a segment's first tokens that the memory stores. A value of 0
+    means all tokens."""
     tokenizer: Tokenizer | None
     """Tokenizer made from the file's vocabulary. It is None if the file has no vocabulary."""
 

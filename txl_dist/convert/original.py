@@ -1,10 +1,10 @@
 """Import of the weights of the original PyTorch code (kimiyoung/transformer-xl).
 
 The importers of programs that were derived from this code use the functions here too. A file `model.pt` is a whole
-pickled module, with all settings and without the vocabulary. A plain state dict contains no settings. Some settings
-are computed from the shapes of tensors. The other settings (cutoffs with div_val 1, heads of absolute attention,
-pre_lnorm, clamp_len, same_length, lengths) are read from the user's JSON object. Its keys are the names of the
-constructor's arguments.
+pickled module, with all settings and without the vocabulary. A plain state dict contains no settings. Some settings are
+computed from the shapes of tensors. The other settings (cutoffs if div_val is 1, the number of heads if attention is
+absolute, pre_lnorm, clamp_len, same_length, lengths) are read from the user's JSON object. Its keys are the names of
+the constructor's arguments.
 """
 
 from __future__ import annotations

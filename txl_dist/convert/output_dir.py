@@ -59,11 +59,10 @@ def new_folder(out: Path, *, kind: ArtifactKind) -> Iterator[Path]:
 
 
 def require_older_export(out: Path, *, needed: Set[str], written: Set[str]) -> None:
-    """Raise CheckpointError if `out` contains files that no export wrote, so that replacing `out` could lose a user's
-    files.
+    """Raise CheckpointError if `out` contains files that no export wrote.
 
-    The folder `out` can be missing, empty or an older export. An older export has all files of `needed`, and no files
-    except the files of `written`.
+    Replacing `out` could then lose a user's files. The folder `out` can be missing, empty or an older export. An older
+    export has all files of `needed`, and no files except the files of `written`.
     """
     if not out.exists():
         return

@@ -60,7 +60,7 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_e
 
 
 def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
-    """Return (the record of the process start that led to a step, the records of that step by their kind).
+    """Return the record of the process start that computed a step, and the records of that step by their kind.
 
     A record's kind includes the name of an event. If there are several records of a kind, the last one is returned,
     because a run that resumes an older checkpoint computes steps again.

@@ -41,7 +41,7 @@ _REMEDY = "Name the vocabulary that this model was trained with."
 def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
     """Read a vocabulary file of any supported kind as a tokenizer. The ids stay the same.
 
-    Raises DataError or CheckpointError if the file is damaged, or if its size is not the expected one.
+    Raises DataError or CheckpointError if the file is damaged, or if the vocabulary does not have the expected size.
     """
     with translate_errors(DataError, f"cannot read the vocabulary {path}", "Check the path."):
         with open_regular(path) as file:

@@ -4,7 +4,8 @@
     config.json          model settings, vocabulary size, type, memory and segment length, origin of the weights
     tokenizer.json       tokenizer between text and ids
     train.toml           settings to continue training: txl train BUNDLE/train.toml --init BUNDLE --data.path ...
-    probe.safetensors    tokens and their losses by the engine that trained the weights, checked at every load
+    probe.safetensors    tokens, and their losses as the training engine computed them. Each load of the
+                         bundle computes the losses again and compares.
     card.json            facts about the training, and facts that the user stated (module `card`)
     README.md            model card for people, made from card.json (people can edit it)
     MANIFEST.json        bytes and sha256 of each file
@@ -103,8 +104,8 @@ class Package:
     segment_len: int
     """Length of a segment in training, in tokens."""
     reuse_len: int = 0
-    """Number of tokens of a segment that the memory stores, for models that predict in any order. A value of 0 means
-    all tokens."""
+    """For models that predict in any order: the number of a segment's first tokens that the memory stores. A value of 0
+    means all tokens."""
     memory_len: int
     """Length of the longest memory of any layer, in tokens."""
     memory_lens: tuple[int, ...] = ()

@@ -207,8 +207,8 @@ class KVCache:
     def put(self, row: int, past: CacheState) -> None:
         """Replace a row's memory by the last `size` positions of `past`.
 
-        A layer of `past` may have fewer positions than the same layer of this cache. Then the row remembers only the
-        positions that all of these layers have.
+        A layer of `past` may have fewer positions than the same layer of this cache. Then no layer of the row remembers
+        more positions than this layer of `past` has.
         """
         past_len = past.document_S.shape[0]
         lens_L = [key_value_2NSH.shape[2] for key_value_2NSH in past.key_values]

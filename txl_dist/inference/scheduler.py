@@ -71,8 +71,8 @@ class OutputChunk(NamedTuple):
     ending: Completion | None
     """End of the text. None unless this is the last chunk of the text."""
     tokens: Sequence[tuple[Token, int]] = ()
-    """Tokens whose text is complete with this chunk, each with the length of the text up to the token's end in
-    characters. An end-of-text token is included."""
+    """Tokens whose text is complete with this chunk, each with the length, in characters, of the text up to the token's
+    end. An end-of-text token is included."""
     scored: Sequence[Scored] = ()
     """Scores of the prompt's tokens except the first. Only the first chunk of a text has them, and only if they were
     requested."""

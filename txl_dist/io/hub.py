@@ -27,9 +27,9 @@ NAME_OF_A_REPOSITORY = re.compile(
 )
 """Pattern of OWNER/NAME, as the Hub allows it."""
 SCHEME = "hf:/"
-"""Beginning of an address. Only one slash is compared, because a `Path` drops the second slash."""
+"""Beginning of a Hub address. It has only one slash, because a `Path` drops the second slash of `hf://`."""
 _READ_BY_IMPORTERS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.txt", "*.model", "*.pkl"]
-"""Files that are downloaded from a repository without a manifest."""
+"""Patterns of the files that are downloaded if a repository has no manifest. `txl import` reads such files."""
 
 
 class Address(NamedTuple):

@@ -33,8 +33,8 @@ QUERY_KEY_GAIN = 1.2
 
 
 class RelativeEncodings(NamedTuple):
-    """Encodings of the distances between queries and keys, in one layer. Their rows are the distances K-1 ... 0, in
-    this order. If the model predicts in any order (XLNet), the rows continue to the distance 1-T."""
+    """Encodings of the distances between queries and keys, in one layer. Their rows are in the order of the distances
+    K-1 ... 0. If the model predicts in any order (XLNet), the rows continue to the distance 1-T."""
 
     key_KNH: Tensor
     """Encodings r of the distances, after the layer's projection."""
@@ -374,7 +374,7 @@ def _joint(first: Tensor, second: Tensor) -> Tensor:
 
 
 def implementation(kernel: AttentionKernel, terms: Terms, *, in_any_order: bool = False) -> Callable[..., Tensor]:
-    """Return the function that computes attention of these terms, as the setting `engine.attention` says.
+    """Return the function that computes attention of `terms`, as the setting `engine.attention` says.
 
     All attention functions have the same signature. With `in_any_order` queries can see later keys (XLNet). Raises
     ConfigError if the setting is "triton" but the Triton kernels cannot run.

@@ -1,7 +1,8 @@
 """One Transformer-XL layer: attention and a feed-forward network, each with dropout and a residual sum.
 
-A layer norm follows each sum, as in the paper, or precedes each sublayer (`pre_norm`). A memory stores the layer's
-input before any norm. So with `pre_norm` the memory is normalised again whenever it is read, as in the original code.
+A layer norm follows each sum, as in Dai et al. 2019, or precedes each sublayer (`pre_norm`). A memory stores the
+layer's input before any norm. So with `pre_norm` the memory is normalised again whenever it is read, as in the original
+code.
 
 Shapes: B lanes, T segment, M memory, K = M + T, D model width, N heads, H head width.
 """

@@ -7,7 +7,8 @@ The values are the same as in `weights_init` of other Transformer-XL code, becau
     layer-norm gains                                             N(1, init_std)
     every other bias                                             0
     last matrices of attention and feed-forward, `zero_init`     0
-    residual scalars (`residual_scalars`)                        as nanochat's: smaller for x and x0 in deeper layers
+    residual scalars (`residual_scalars`)                        as in nanochat, from the first to the last layer:
+                                                                 1.15 to 1.05 for x, 0.20 to 0.05 for x0
     shares of the first layer's values (`value_residual`)        0.5
 
 A plugin's positional scheme may set other initial values in its method `reset_parameters`.

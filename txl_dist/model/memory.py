@@ -41,8 +41,8 @@ class Memory(NamedTuple):
     def append(self, hidden_BTD: Sequence[Tensor], *, document_BT: Tensor) -> Memory:
         """Return the memory after a segment.
 
-        The segment's positions are appended, and the oldest are dropped (paper, 3.2). `hidden_BTD` holds the inputs of
-        the layers, one tensor per layer. Every position of the new memory is written exactly once.
+        The segment's positions are appended, and the oldest are dropped (Dai et al. 2019, section 3.2). `hidden_BTD`
+        holds the inputs of the layers, one tensor per layer. Every position of the new memory is written exactly once.
         """
         num_tokens = document_BT.shape[1]
         hidden = tuple(torch.empty_like(old_BMD) for old_BMD in self.hidden)

@@ -1,6 +1,6 @@
 """The positional schemes that `model.positions` names: encodings, learned tables and attention layers.
 
-    relative           sinusoids of the distance, projected by W_R, biases u and v (the paper)
+    relative           sinusoids of the distance, projected by W_R, biases u and v (Dai et al. 2019)
     learned_relative   a learned vector and number per distance, bias u (Shaw; labml)
     absolute           sinusoids of the position, added to the embedding (Vaswani; vanilla)
 

@@ -223,7 +223,8 @@ def batches(
     most_items: int = sys.maxsize,
     text_of: Callable[[T], str] = str,
 ) -> Iterator[list[T]]:
-    """Yield lists of consecutive items. A list ends when it reaches `most_characters` of text or `most_items`."""
+    """Yield lists of consecutive items. A list ends when it has at least `most_characters` characters of text, or
+    `most_items` items."""
     batch: list[T] = []
     num_characters = 0
     for item in items:

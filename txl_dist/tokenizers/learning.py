@@ -11,7 +11,8 @@ from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
 MOST_IDS = 1 << 24
-"""Maximum size of a vocabulary that may be requested. The library `tokenizers` allocates memory for all of it."""
+"""Maximum size of a vocabulary that may be requested. The library `tokenizers` allocates memory for the whole requested
+size."""
 
 
 class LearntKind(NamedTuple):

@@ -354,7 +354,7 @@ class KeyValue(nn.Linear):
 
 
 class RelativeAttention(nn.Module):
-    """Attention by content and by distance (the paper, section 3.3).
+    """Attention by content and by distance (Dai et al. 2019, section 3.3).
 
     The score of query i for key j is (q_i + u) . k_j + (q_i + v) . r_{i-j}. With learned distances it is
     (q_i + u) . k_j + q_i . r_{i-j} + s_{i-j}.
@@ -434,10 +434,10 @@ class RelativeAttention(nn.Module):
         return self.output(context_BTI), value_BNTH
 
     def _distances(self, memory_layer, num_distances):
-        """Return the encodings [N, K, H] and the learned terms [N, K], or None, of K distances.
+        """Return (encodings [N, K, H], learned terms [N, K]) of the distances K-1 ... 0.
 
-        Encodings and terms are the same for all texts, so they are cached in the memory. They are not cached if
-        gradients are enabled.
+        The second item is None if the model has no learned terms. Encodings and terms are the same for all texts, so
+        they are cached in the memory. They are not cached if gradients are enabled.
         """
         needs_gradient = torch.is_grad_enabled()
         distances = memory_layer.distances

@@ -1,10 +1,10 @@
 """Flash-style Triton kernels of relative attention: the forward pass and all gradients. `attention_launch` starts them.
 
 The score of query i for key j is (q_i + u) . k_j + (q_i + v) . r_c, where c = j - i + T - 1 is the row of R for their
-distance. The second product is easy to compute for all c, but it is needed for all j. That is the relative shift
-(paper, appendix B). Here a score buffer [T, S] does the shift, where S is K rounded up to 16. Numbers are written to
-the buffer at c and read from it at j. This costs nothing if whole vectors of 16 bytes (eight numbers) are moved. So the
-queries of a tile are eight apart: i = 8 a + residue. Its columns are n = j - 8 a, in cells of eight keys:
+distance. The second product is easy to compute for all c, but it is needed for all j. That is the relative shift (Dai
+et al. 2019, appendix B). Here a score buffer [T, S] does the shift, where S is K rounded up to 16. Numbers are written
+to the buffer at c and read from it at j. This costs nothing if whole vectors of 16 bytes (eight numbers) are moved. So
+the queries of a tile are eight apart: i = 8 a + residue. Its columns are n = j - 8 a, in cells of eight keys:
 
                 n = -16   -8     0     8    16   ...
     a = 0                     |  0 - |  8 - | 16 - |      A column has the same c = n + T - 1 - residue in all rows.
