@@ -41,7 +41,7 @@ CHECKPOINT_NAME = re.compile(r"step_\d{9}")
 _MOST_NAMES = 4
 """Maximum number of folders that a message lists."""
 _MOST_LOOKED_AT = 1000
-"""Maximum number of subfolders of a folder whose kind is checked, to name a better path in a message."""
+"""Maximum number of subfolders that are examined in order to name a better path in a message."""
 
 
 class ArtifactKind(Enum):

@@ -56,7 +56,7 @@ _FURTHER_WORDS = {
     "txl verify": "Verify one path at a time.",
     "txl train": "Name one configuration file, and give settings as flags (--section.key VALUE).",
 }
-"""Last sentence of the message for a word too many on the command line, by command."""
+"""Last sentence of the message for a superfluous word on the command line, by the name of the command."""
 
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:

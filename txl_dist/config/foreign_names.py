@@ -21,7 +21,7 @@ class Counterpart(NamedTuple):
     """Row of the table: names in other programs, and the setting or flag that means the same here."""
 
     foreign: str
-    """Names that other programs use, with blanks between them."""
+    """Names that other programs use, as one text with a blank between two names."""
     here: str = ""
     """Setting (`section.key`) or flag of this package, with underscores. It is empty if this package has no
     counterpart, and then the note says why."""
@@ -503,8 +503,8 @@ FOREIGN_COMMANDS = {
     "diff": ("compare RUN RUN", ""),
     "completions autocomplete shell_completion install_completion install-completion": ("completion bash", ""),
 }
-"""Commands of other programs, with blanks between them. Each entry has our command, the words that follow it, and a
-remark."""
+"""Commands of other programs, as one text with a blank between two commands. Each entry has our command, the words that
+follow it, and a remark."""
 SECTIONS = {
     "optimizer": "optim",
     "scheduler": "optim",

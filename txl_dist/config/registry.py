@@ -55,7 +55,7 @@ class OneOf:
 
 
 _loaded: dict[str, Plugin] = {}
-"""Plugins that this process has loaded, in this order."""
+"""Plugins that this process has loaded, in the order of loading."""
 _added: list[tuple[str, dict[str, Any], str]] = []
 """Rows that plugins have added, each as (name of the plugin, table, name of the row)."""
 _loading: list[str] = []

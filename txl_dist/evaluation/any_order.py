@@ -87,7 +87,8 @@ def check_options(overrides: Overrides, adaptation: AdaptationOptions, outputs: 
 def score_any_order(
     target: Target, split: Split, rows: list[ScoredRow], overrides: Overrides, outputs: Outputs
 ) -> Scores:
-    """Score every row on a split, once for each kind of `overrides.prediction`. All ranks call this function.
+    """Score every row of the printed table on a split, once for each kind of `overrides.prediction`. All ranks call
+    this function.
 
     Returns results by row name. Raises ConfigError if a file cannot be written or memory is exhausted, DataError if the
     split is shorter than a segment, and CheckpointError if ranks have read different models.
@@ -112,7 +113,7 @@ def score_any_order(
 
 
 class _Plan(NamedTuple):
-    """Evaluation of one row by one kind of prediction."""
+    """Evaluation for one row of the printed table, by one kind of prediction."""
 
     name: str
     prediction: Prediction
@@ -132,7 +133,8 @@ class _Plan(NamedTuple):
 
 
 def _plans(split: Split, rows: list[ScoredRow], overrides: Overrides, *, ranks: RankInfo) -> list[_Plan]:
-    """Return the plan of each row and each kind of prediction. Raises DataError if the split is too short."""
+    """Return the plan for each row of the printed table and each kind of prediction. Raises DataError if the split is
+    too short."""
     plans = []
     for row, prediction in itertools.product(rows, overrides.prediction):
         train = row.config.train

@@ -65,7 +65,7 @@ class ScoredRow(NamedTuple):
 def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions) -> list[ScoredRow]:
     """List the evaluations that the command-line flags request. Raises ConfigError if settings contradict each other.
 
-    Rows with equal clamp_len follow each other, because each clamp_len needs its own model.
+    Evaluations with equal clamp_len follow each other, because each clamp_len needs its own model.
     """
     lengths = itertools.product(overrides.clamp_len, overrides.segment_len, overrides.memory_len)
     configs = [
@@ -193,8 +193,8 @@ def score_model(
     train: Split | None,
     units: TextUnits,
 ) -> Scores:
-    """Score every row on a split. All ranks call this function and share the lanes (streams of text). Returns results
-    by row name.
+    """Score every row of the printed table on a split. All ranks call this function and share the lanes (streams of
+    text). Returns results by row name.
 
     Rows with the same settings are scored once. `train` is the training text on which --adapt dynamic measures
     gradients.
@@ -256,7 +256,7 @@ def score_model(
 
 
 class _Plan(NamedTuple):
-    """Evaluation of one row, with the text and the lengths that it uses."""
+    """Evaluation for one row of the printed table, with the text and the lengths that it uses."""
 
     name: str
     """Name of the row: the protocol, and the lengths in which rows differ."""
@@ -283,8 +283,8 @@ class _Plan(NamedTuple):
 
 
 def _plan_row(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, train: Split | None) -> _Plan:
-    """Return the plan of a row: its name, its text and the length of its memory. The length is at most the number of
-    tokens that the split can put into the memory."""
+    """Return the plan for a row of the printed table: its name, its text and the length of its memory. The length is at
+    most the number of tokens that the split can put into the memory."""
     memory_len = min(row.memory_len, _largest_memory_len(cut, overrides))
     words: list[str] = []
     if overrides.peer is not None:
@@ -361,7 +361,8 @@ def _pass_tokens(cut: EvaluationText, ranks: RankInfo) -> int:
 
 
 def _cut(split: Split, row: ScoredRow, overrides: Overrides, *, ranks: RankInfo) -> EvaluationText:
-    """Cut a split into the lanes and segments of a row, by its protocol. Each rank gets its share of the lanes."""
+    """Cut a split into the lanes (batch rows) and segments of one evaluation, by its protocol. Each rank gets its share
+    of the lanes."""
     evaluation = row.config.eval
     peer = overrides.peer
     num_lanes = evaluation.num_lanes
@@ -406,7 +407,7 @@ def _score(
     log_probs: LogProbs | None,
     with_zeros: bool,
 ) -> Result:
-    """Run one evaluation on all ranks and return its result. If `log_probs` is given, it gets every loss."""
+    """Run one evaluation on all ranks and return its result. If `log_probs` is given, every loss is added to it."""
     config = plan.config
     maker = batch_maker(model, mask_documents=config.data.document_mask)
 

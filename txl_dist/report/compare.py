@@ -133,7 +133,8 @@ def _check_runs(run_dirs: Sequence[Path]) -> None:
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: its folder's name, with parent folders where names would be equal."""
+    """Return a name for each run: the name of its folder, and also of parent folders if two runs would have the same
+    name."""
     places = [path.resolve() for path in run_dirs]
     for depth in range(1, max(len(place.parts) for place in places) + 1):
         names = [printable(os.path.join(*place.parts[-depth:])) for place in places]
