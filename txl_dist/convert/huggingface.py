@@ -1,6 +1,6 @@
 """Import and export of folders of Hugging Face's TransfoXLLMHeadModel (transformers 4.x, `deprecated.transfo_xl`).
 
-The names of tensors are those of the original code with the prefix `transformer.`. The columns of tail clusters are in
+The tensors have the names of the original code, with the prefix `transformer.`. The columns of tail clusters are in
 natural order. The biases u and v are in every layer. If `untie_r` is False, the two biases are at the top level as
 well. A folder has config.json, and pytorch_model.bin or model.safetensors. An export is read back and compared with the
 model before it replaces an older folder.

@@ -1,1 +1,2 @@
-"""Inference with a trained model: scoring and generation. It imports the model and tokenizers, but no training code."""
+"""Inference with a trained model: scoring and generation. This package imports the model and the tokenizers, but no
+training code."""

@@ -64,7 +64,7 @@ PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
 The losses were recorded in one type, and the weights can be stored in another type. The larger of the two tolerances
 applies. The value of fp32 is in nats. The other values are shares of the largest loss on the probe, because half
 precisions round relative to the loss. A largest loss below 5 nats counts as 5 nats. Measured shares are 0.02 % to 0.8 %
-for bf16 and for int8, on 14 kinds of random networks. They are 0.1 % to 0.3 % on three trained networks.
+for bf16 and for int8, on 14 kinds of random networks. On three trained networks the shares are 0.1 % to 0.3 %.
 """
 
 

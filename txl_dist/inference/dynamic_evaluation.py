@@ -126,7 +126,7 @@ class NeuralCache(NamedTuple):
     """Document number of that following token, or EMPTY where the cache holds nothing."""
 
     def joined(self, other: NeuralCache) -> NeuralCache:
-        """Return a cache with the positions of this cache, then those of `other`."""
+        """Return a cache with the positions of this cache, then the positions of `other`."""
         return NeuralCache(
             hidden_BWD=torch.cat([self.hidden_BWD, other.hidden_BWD], dim=1),
             word_BW=torch.cat([self.word_BW, other.word_BW], dim=1),
@@ -159,7 +159,9 @@ def empty_cache(*, num_lanes: int, window: int, width: int, like: Tensor) -> Neu
 def cache_losses(
     nll_BT: Tensor, segment: NeuralCache, cache: NeuralCache, *, share: float, theta: float
 ) -> tuple[Tensor, NeuralCache]:
-    """Mix the model's probabilities with those of a neural cache. Returns (nll_BT of the mixture, the next cache).
+    """Mix the model's probabilities with the probabilities of a neural cache.
+
+    Returns (nll_BT of the mixture, the next cache).
 
     `nll_BT` are the model's losses of the words in `segment`, which holds the T positions to score. A position sees the
     W positions before it that are in its lane and document. A position that sees no cached position keeps the model's

@@ -464,7 +464,8 @@ class LanguageModel:
         """Return the number of past tokens that a text sees, for an argument `memory_len`.
 
         For -1 the result is the length of the memory in training. If the model does not use `same_length`, the result
-        for -1 is at least the segment length minus 1, because the last token of a segment saw so many tokens.
+        for -1 is at least the segment length minus 1, because the last token of a training segment saw that many
+        earlier tokens.
         """
         if memory_len >= 0:
             return memory_len

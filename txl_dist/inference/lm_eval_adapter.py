@@ -1,4 +1,4 @@
-"""Adapter that runs a bundle in lm-evaluation-harness (extra `harness`). It has the command line of `lm_eval`:
+"""Adapter that runs a bundle in lm-evaluation-harness (extra `harness`). The adapter has the command line of `lm_eval`:
 
     python -m txl_dist.inference.lm_eval_adapter --model txl --model_args path=BUNDLE,memory_len=1000 --tasks ...
 

@@ -6,7 +6,7 @@ an evaluation that takes hours.
 
     max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens     the first of them counts, as in the harness
     until, stop, stop_sequences                                         strings, lists of them, or null
-    do_sample, temperature                                              a temperature above 0 samples by itself
+    do_sample, temperature                                              a temperature above 0 samples without do_sample
     top_k, top_p, min_p, repetition_penalty, seed                       the same in txl_dist
     num_beams: 1, use_cache, pad_token_id ...                           change nothing
 
@@ -112,7 +112,8 @@ def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
-    """Remove the sampling settings, and return them as fields of `SamplingParams`. Without them the text is greedy."""
+    """Remove the sampling settings, and return them as fields of `SamplingParams`. Without sampling settings the text
+    is greedy."""
     temperature = _taken(settings, "temperature", float, lambda value: value >= 0, unused)
     samples = _switch(settings, "do_sample", unused)
     if samples is None:

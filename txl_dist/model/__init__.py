@@ -1,4 +1,4 @@
 """Transformer-XL network as torch modules.
 
-It imports torch and `config.schema`. It does not import the packages that read data, start ranks or train.
+This package imports torch and `config.schema`. It does not import the packages that read data, start ranks or train.
 """

@@ -27,8 +27,8 @@ from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, partition_b
 Partition = Sequence[ClusterRows]
 
 ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
-"""Multiple to which the number of rows of a cluster is padded, by kind of device. It is large on a GPU, so that steps
-have few different shapes. It is small on a CPU, so that few padded rows are computed."""
+"""Multiple to which the number of rows of a cluster is padded, by kind of device. The multiple is large on a GPU, so
+that steps have few different shapes. It is small on a CPU, so that few padded rows are computed."""
 
 
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:

@@ -35,7 +35,7 @@ class Memory(NamedTuple):
 
     @property
     def memory_len(self) -> int:
-        """Length M of the memory in tokens. It is the length of the layer that remembers most."""
+        """Length M of the memory in tokens. Single layers can remember fewer than M tokens."""
         return self.document_BM.shape[1]
 
     def append(self, hidden_BTD: Sequence[Tensor], *, document_BT: Tensor) -> Memory:

@@ -43,7 +43,8 @@ class PredictionOrder(NamedTuple):
     """Number R of positions that the memory stores, from the first position on. The next segment begins after them."""
     type_BT: Tensor | None = None
     """Number of the text (first or second text of a pair, separator) to which each token belongs, int64 from 0 to 4, as
-    in BERT's token types. A memory has type 0. It is None if the model does not score by token type."""
+    in BERT's token types. Tokens of a memory have type 0. The field is None if the model does not score by token
+    type."""
 
 
 class OrderedMask(NamedTuple):

@@ -110,8 +110,8 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, Memory]:
         """Compute the hidden states of a segment, hidden_BTD, and the memory after the segment. Returns both.
 
-        With `order` (XLNet, needs `model.any_order`) the hidden states are those of the query rows, [B, m, D], which
-        predict the targets' own tokens. The memory then stores the first R tokens of the segment.
+        With `order` (XLNet, needs `model.any_order`) the result holds the hidden states of the query rows, [B, m, D],
+        which predict the targets' own tokens. The memory then stores the first R tokens of the segment.
 
         `document_BT` (int64, >= 0) gives each token's document, and a query then sees only its own document. If
         `document_BT` is None, a query sees all documents. `partition` groups `tokens_BT` into the clusters of

@@ -85,8 +85,8 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of one layer's attention, from which `launches` plans the launches of kernels. The letters are those of the
-    module's docstring."""
+    """Sizes of one layer's attention, from which `launches` plans the launches of kernels. B is the number of lanes
+    (batch rows), T of queries, K of keys and N of heads."""
 
     B: int
     T: int

@@ -12,10 +12,10 @@ the queries of a tile are eight apart: i = 8 a + residue. Its columns are n = j 
     a = 2       |  0 - |  8 - | 16 - | 24 - | 32 - |      holds all keys, and begins one cell before the row above it.
                                                           i S + 8 a + n is a multiple of 8: cells are vectors.
 
-There are eight such parallelograms, one for each residue. A query sees n <= M + residue. Where the attended length is
-fixed, it also needs n >= residue + oldest. These are the same columns in all rows. R is the same for all lanes, so the
-rows of a tile are pairs (a, lane), and the lane changes fastest. So tiles are full for short segments too. They span
-few queries, so few of their numbers lie beyond the ends of the parallelogram.
+There are eight such parallelograms, one for each residue. A query sees the columns n <= M + residue. If the attended
+length is fixed, it sees only the columns from residue + oldest to M + residue. These columns are the same in all rows.
+R is the same for all lanes, so the rows of a tile are pairs (a, lane), and the lane changes fastest. So tiles are full
+for short segments too. They span few queries, so few of their numbers lie beyond the ends of the parallelogram.
 
     forward   over n  distance_scores           buffer <- (q + v) R'
               over j  attend                    softmax((q + u) k' + buffer) values
@@ -29,10 +29,10 @@ few queries, so few of their numbers lie beyond the ends of the parallelogram.
 
 There are no atomics, so the result is always the same. Sums are in fp32. Tiles that no query sees are skipped. Tiles
 that all queries see are not masked. For this, a program checks once whether any document ends among its keys. If none
-ends there, only tiles at the edge of the visible keys are masked. This takes a branch, because a separate loop for
-these tiles would need more registers. Masked scores are -inf, and the running maximum begins at a finite number. So a
-tile that a query does not see contributes exp(-inf) = 0, and never NaN. The dropout mask is a function of (seed, lane,
-head, i, j). Each kernel that needs it computes it again.
+ends there, only tiles at the edge of the visible keys are masked. The kernels choose by a branch whether to mask a
+tile, because a separate loop for these tiles would need more registers. Masked scores are -inf, and the running maximum
+begins at a finite number. So a tile that a query does not see contributes exp(-inf) = 0, and never NaN. The dropout
+mask is a function of (seed, lane, head, i, j). Each kernel that needs it computes it again.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width (a multiple of 16). Contexts and their
 gradients are contiguous BTNH. Documents are BT and BK, int64. Queries are rows `query_stride` numbers apart, and keys
