@@ -1,4 +1,5 @@
-"""For all tests: no GPU where none is asked for, nothing of one test left to the next, and what a test costs."""
+"""Settings of all tests: no GPU unless a test asks for it, no state that one test leaves to the next, and limits on
+costs."""
 
 from __future__ import annotations
 

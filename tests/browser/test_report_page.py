@@ -1,4 +1,5 @@
-"""The pages of `txl report` and `txl compare` in a real browser, on a phone and on a desk, by day and by night."""
+"""The pages of `txl report` and `txl compare` in a real browser, in narrow and wide windows, with light and dark
+colours."""
 
 import io
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The page of `txl serve` in a real browser: a conversation with a model, on a phone and on a desk."""
+"""The page of `txl serve` in a real browser: a conversation with a model, in a narrow and a wide window."""
 
 from __future__ import annotations
 

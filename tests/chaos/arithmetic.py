@@ -1,4 +1,4 @@
-"""Numbers that go wrong on one rank: the step is skipped on all, the memory put back; spikes are wound back."""
+"""Wrong numbers on one rank: all ranks skip the step and restore the memory, and a loss spike causes a rewind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full or broken while a checkpoint is written: the run goes on, and the next save commits."""
+"""A full or failing disk during a save: the run continues, and the next save commits."""
 
 from __future__ import annotations
 

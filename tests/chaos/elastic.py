@@ -1,7 +1,7 @@
-"""One run on changing numbers of ranks and ZeRO stages, by the plain command each time.
+"""One run on changing numbers of ranks and ZeRO stages, resumed by the plain command each time.
 
-Every leg ends by SIGTERM at a step boundary and the next goes on with other ranks or another stage. Beside it stands a
-run on 4 ranks that nobody stops; fp32, without dropout.
+Every part ends by SIGTERM at the end of a step, and the next part resumes with other ranks or another stage. The run is
+compared with an uninterrupted run on 4 ranks, in fp32 and without dropout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Misfortune by the clock: a seeded Poisson schedule of mixed faults over minutes, with a restart after each.
+"""Random faults over time: a seeded Poisson schedule of mixed faults over minutes, with a restart after each fault.
 
-The share of trained steps that did not have to be trained again is the goodput. The end state is held against a run of
-as many steps that nothing befell; the learning rate is constant, so that the end may lie where the time runs out.
+The goodput is the share of trained steps that did not have to be repeated. The final state is compared with that of a
+run of as many steps without faults. The learning rate is constant, so that the run can end at any step when the time is
+over.
 """
 
 from __future__ import annotations

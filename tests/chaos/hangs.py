@@ -1,4 +1,4 @@
-"""Ranks that freeze, and ranks that die: noticed in time, by name, and nobody waits for the dead."""
+"""Ranks that freeze or die: they are found in time and named, and no rank waits for a dead rank."""
 
 from __future__ import annotations
 

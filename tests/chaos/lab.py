@@ -1,7 +1,7 @@
-"""A tiny run and everything that cases do with it: start it, strike it, start it again, ask the oracle, report.
+"""A tiny run and the actions of the cases: start it, cause a fault, start it again, compare it with the oracle, report.
 
-After a fault the same command is started again until the run is done; then `oracle` holds it against a run that nothing
-befell. What a case saw goes into one `Case`, one JSON line each.
+After a fault the same command is started again until the run is done. Then `oracle` compares it with a run without
+faults. The results of a case are one `Case`, which is written as one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two jobs, one run directory."""
+"""Two jobs that use the same run folder."""
 
 from __future__ import annotations
 

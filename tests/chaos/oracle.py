@@ -1,7 +1,7 @@
-"""The one oracle of every case: is a run that was struck and mended the run that nothing befell, bit for bit?
+"""The oracle of all cases: is a run with faults and restarts equal, bit for bit, to a run without faults?
 
-Compared are the final parameters, moments and memories, the position in the data, and the loss of every step, also of
-those that were trained twice.
+It compares the final parameters, moments and memories, the position in the data, and the loss of every step, also of
+steps that were trained twice.
 """
 
 from __future__ import annotations

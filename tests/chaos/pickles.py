@@ -1,7 +1,7 @@
-"""A crafted pickle in the place of every file that a run, a checkpoint, a bundle or a corpus has: nothing is executed.
+"""A harmful pickle in place of every file of a run, a checkpoint, a bundle and a corpus: its code is never executed.
 
-Manifests are signed again over the crafted file, so that no checksum stands before the readers. Every command that
-reads such a folder is tried; it may refuse, or leave the file alone.
+Manifests are written again for the harmful file, so that it is not refused because of its checksum. Every command that
+reads such a folder is tried. It may refuse the file or ignore it.
 """
 
 from __future__ import annotations

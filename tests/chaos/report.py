@@ -1,4 +1,4 @@
-"""The Markdown tables of tools/experiments/notebook/reliability.md, made from the lines that the cases wrote."""
+"""Make the Markdown tables of tools/experiments/notebook/reliability.md from the lines that the cases wrote."""
 
 from __future__ import annotations
 

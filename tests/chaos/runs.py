@@ -1,4 +1,4 @@
-"""A run directory as it may be seen from outside: its records, its checkpoints, what it left behind."""
+"""A run folder as seen from outside: its records, its checkpoints, and leftover files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Crashes in the middle of a save, and files that rot afterwards.
+"""Crashes during a save, and files that are damaged afterwards.
 
-The points of the sweep are not listed here: a run with TXL_FAILPOINTS=trace names every point that a save passes, on
-every rank, and each is a case.
+The points of the sweep are not listed here. A run with TXL_FAILPOINTS=trace names every point of a save on every rank,
+and each point is a case.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Requests to stop: every signal, the file and the time limit; in a step, in an evaluation and in a save; and sent to
-the launchers, which drop them on the way.
+"""Requests to stop: every signal, the file and the time limit, during a step, an evaluation and a save. Signals are
+also sent to the launchers, which do not always pass them on.
 
-Each time: exit code 75, no step lost, the checkpoint committed within 10 s, nobody left 5 s after that.
+Each case checks the exit code 75, that no step is lost, that the checkpoint is committed within 10 s, and that all
+processes end 5 s later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A few cases of every group; all of them by `python -m tests.chaos all`."""
+"""A few cases of every group. `python -m tests.chaos all` runs all cases."""
 
 from __future__ import annotations
 

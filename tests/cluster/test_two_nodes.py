@@ -1,6 +1,6 @@
-"""A run on two nodes, started with pdsh over ssh: it stops when asked, ends when a link is cut, and goes on exactly.
+"""A run on two nodes, started with pdsh over ssh: it stops on request, ends when a link is cut, and resumes exactly.
 
-The nodes are those of tools/checks/local_cluster.sh: their own network, host name and process numbers, and a real sshd.
+The nodes are those of tools/checks/local_cluster.sh, with their own network, host name, process numbers and sshd.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The average of the weights on real DeepSpeed: what it is, where it goes, and that looking at it changes nothing."""
+"""The average of the weights with real DeepSpeed: its values, its place in checkpoints, and that reading it changes
+nothing."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Checkpoints of every stage and precision continue exactly, export exactly, and know each lane's memory."""
+"""Checkpoints of every stage and precision resume exactly, export exactly, and contain the memory of each lane."""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Clipping and the loss scale are one factor of our own: SGD, unlike Adam, would feel it if that were wrong."""
+"""Clipping and the loss scale are one factor of the engine. SGD shows errors in it, but Adam does not."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`Engine.close` gives an engine's memory back at every ZeRO stage, and a run closes the engine of each phase."""
+"""`Engine.close` frees an engine's memory at every ZeRO stage, and a run closes the engine of each phase."""
 
 from __future__ import annotations
 

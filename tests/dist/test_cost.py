@@ -1,4 +1,4 @@
-"""What a step may cost beside its arithmetic: waiting for the device, and gathered weights."""
+"""Costs of a step besides its arithmetic: waiting for the device, and gathered weights."""
 
 import weakref
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`txl doctor` of several ranks: each node reported once, what lies between measured, who does not come named."""
+"""`txl doctor` on several ranks reports each node once, measures the network, and names missing ranks."""
 
 from __future__ import annotations
 

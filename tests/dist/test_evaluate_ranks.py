@@ -1,7 +1,8 @@
-"""`txl evaluate` on any number of ranks is the same evaluation: the stripes are those of one, shared out.
+"""`txl evaluate` gives the same result on any number of ranks: they share the rows of the evaluation on one rank.
 
-What may differ is rounding, as rows are computed in other batches: 1e-6 of the loss here. With other numbers of lanes
-other tokens begin with an empty memory; beyond the reach of these beginnings all is equal.
+Only rounding can differ, because rows are computed in other batches. The tolerance is 1e-6 of the loss. With other
+numbers of lanes (batch rows), other tokens begin with an empty memory, but beyond the reach of these beginnings all
+results are equal.
 """
 
 from __future__ import annotations

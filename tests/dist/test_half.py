@@ -1,4 +1,4 @@
-"""fp16 multiplies the loss so that small gradients survive; of that the norm shows nothing, whoever multiplied."""
+"""fp16 scales the loss so that small gradients survive, and the reported norm does not contain the scale."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training that begins with imported weights follows the peers' own training, step for step."""
+"""Training that begins with imported weights follows the training of the original code, step for step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lamb and sgd on real DeepSpeed: any number of ranks, whole tensors, and a checkpoint that continues bit for bit."""
+"""lamb and sgd with real DeepSpeed: any number of ranks, whole tensors, and a checkpoint that resumes bit for bit."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Norms by layer and accuracy are right at every stage on real ranks, and looking at them changes nothing."""
+"""Norms by layer and accuracy are right at every stage on real ranks, and measuring them changes nothing."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Training whose ranks do not all come: those that did name the others, and nobody waits for ever."""
+"""Training in which some ranks do not start: the started ranks name the missing ones and stop waiting."""
 
 from __future__ import annotations
 

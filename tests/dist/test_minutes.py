@@ -1,4 +1,5 @@
-"""`checkpoint.every_minutes`: rank 0's clock decides, all ranks save at the same step, training is the same."""
+"""`checkpoint.every_minutes`: the clock of rank 0 decides, all ranks save at the same step, and the training is the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon on real DeepSpeed: the same on any number of ranks and at every stage, its work divided, and resumed exactly."""
+"""Muon with real DeepSpeed: equal on any number of ranks and at every stage, with divided work, and resumed exactly."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run shows of its model is the same at every ZeRO stage, is true, and leaves the training as it was."""
+"""Reported values of the model are equal at every ZeRO stage, are right, and do not change the training."""
 
 from __future__ import annotations
 

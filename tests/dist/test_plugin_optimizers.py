@@ -1,4 +1,4 @@
-"""An optimizer of a plugin: its state survives a checkpoint, or the first step says which part would not."""
+"""The optimizer of a plugin: its state survives a checkpoint, or the first step names the part that would be lost."""
 
 from __future__ import annotations
 

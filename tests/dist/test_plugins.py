@@ -1,4 +1,4 @@
-"""The plugin of examples/, outside the repository, by real commands: prepared, trained, killed, resumed, exported."""
+"""The plugin of examples/ outside the repository with real commands: prepare, train, kill, resume and export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Callbacks and `txl_dist.pretrain` with real ranks: what they get, keep and cannot change."""
+"""Callbacks and `txl_dist.pretrain` on real ranks: what callbacks receive, what they can store, and what they cannot
+change."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Real ranks under other starters: torchrun on two nodes; slurm.sbatch with stand-ins for srun and scontrol.
+"""Real ranks with other launchers: torchrun on two nodes, and slurm.sbatch with stand-ins for srun and scontrol.
 
-The second is nightly: tests/unit/test_launch_scripts.py has what slurm.sbatch does at a warning, a save and an end.
+The second test is nightly. tests/unit/test_launch_scripts.py tests slurm.sbatch at a warning, a save and an end.
 """
 
 from __future__ import annotations

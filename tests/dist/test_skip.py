@@ -1,4 +1,4 @@
-"""A step that goes wrong on one rank is skipped on all, at every stage and precision, as if it had been meant to be."""
+"""A step that goes wrong on one rank is skipped on all ranks, at every stage and precision."""
 
 import math
 from pathlib import Path

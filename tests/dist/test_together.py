@@ -1,4 +1,4 @@
-"""Ranks decide together: no rank waits for one that gave up."""
+"""Ranks decide together: no rank waits for a rank that has given up."""
 
 from pathlib import Path
 

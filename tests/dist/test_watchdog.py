@@ -1,4 +1,4 @@
-"""Ranks that hang, freeze, die or fail: found in time, named rightly, once, and nobody stays behind."""
+"""Ranks that hang, freeze, die or fail are found in time and named correctly, and all processes end."""
 
 import os
 import re

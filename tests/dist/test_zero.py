@@ -1,4 +1,4 @@
-"""The ZeRO stages, the cuts of the batch and the recomputation of activations change nothing but cost."""
+"""ZeRO stages, micro-batches and recomputation of activations change only the cost of the training."""
 
 from pathlib import Path
 from typing import Any

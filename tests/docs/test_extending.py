@@ -1,4 +1,5 @@
-"""The code of docs/extending.md is that of examples/plugin, which tests/dist/test_plugins.py runs, or is run itself."""
+"""The code of docs/extending.md is that of examples/plugin, which tests/dist/test_plugins.py runs, or it is run
+here."""
 
 from tests.docs.pages import ROOT, blocks_of
 

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and shows what its words say."""
+"""The notebook runs from its first cell to its last, and its output agrees with its text."""
 
 from __future__ import annotations
 

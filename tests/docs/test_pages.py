@@ -1,4 +1,4 @@
-"""The documentation holds: it builds without a warning, names only what exists, quotes only what the program says."""
+"""The documentation builds without a warning, names only things that exist, and quotes only real output."""
 
 from __future__ import annotations
 

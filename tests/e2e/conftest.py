@@ -1,4 +1,4 @@
-"""A small corpus of readable text, prepared once through the command line."""
+"""A small corpus of readable text, prepared once with the command line."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run is scored while it adapts to the text, by the command, and no file of it changes."""
+"""`txl evaluate --adapt` scores a run with weights that adapt to the text, and changes no file of the run."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Bad input gets an error that says what, where and the remedy; nothing is lost or half-written."""
+"""Wrong input gives an error with the cause, the place and the remedy, and leaves no lost or incomplete files."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""An export needs little more memory than nothing: less than the weights have in the type that is written."""
+"""An export needs little memory: less than the size of the weights in the exported type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Somebody moves in with weights of the original code, trains on, and moves out to Hugging Face; by commands alone."""
+"""A user imports weights of the original code, trains them further, and exports them to Hugging Face, with commands
+only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that measures accuracy and norms is, bit for bit, the run that does not; and what it measured is seen."""
+"""A run that measures accuracy and norms equals the run without them bit for bit, and its figures are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several corpora, another number of lanes half way, damage: through the launcher and the command line."""
+"""Several corpora, another number of lanes in the middle, and damage, with the launcher and the command line."""
 
 import json
 import shutil

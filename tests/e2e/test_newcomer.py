@@ -1,4 +1,4 @@
-"""What a newcomer does: prepare, train on two ranks, evaluate, export, generate; each through its own command."""
+"""The path of a new user: prepare, train on two ranks, evaluate, export and generate, each with its command."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Text without held-out text trains without evaluation, with a word, and an evaluation says what it needs."""
+"""A corpus without a validation split trains without evaluation, with a warning, and an evaluation names the missing
+split."""
 
 import json
 from pathlib import Path

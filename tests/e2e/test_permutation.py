@@ -1,4 +1,4 @@
-"""XLNet's objective through the whole of a run: kills, ranks, ZeRO stages and the validation loss."""
+"""XLNet's objective in a whole run: kills, numbers of ranks, ZeRO stages and the validation loss."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""XLNet's objective with each setting of engine, optimizer and model that it must work with."""
+"""XLNet's objective with each setting of engine, optimizer and model that must work with it."""
 
 from __future__ import annotations
 

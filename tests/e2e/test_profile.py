@@ -1,4 +1,4 @@
-"""A traced run is bit for bit the run that is not traced."""
+"""A run with a trace equals the run without a trace bit for bit."""
 
 import gzip
 import json

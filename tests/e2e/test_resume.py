@@ -1,4 +1,4 @@
-"""A run that was killed and started again is bit for bit the run that was not."""
+"""A run that was killed and started again equals the uninterrupted run bit for bit."""
 
 import json
 import signal

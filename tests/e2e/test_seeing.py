@@ -1,4 +1,4 @@
-"""What a person sees of a run of two ranks, of which one is slow, and whose TensorBoard folder is taken away."""
+"""The output for a user of a run on two ranks, of which one is slow and whose TensorBoard folder is removed."""
 
 import json
 import os

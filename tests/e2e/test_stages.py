@@ -1,4 +1,4 @@
-"""A run in stages is the run that somebody resumes by hand with other lengths, and as exact."""
+"""A run in phases equals, bit for bit, a run that a user resumes with other lengths."""
 
 import json
 import signal

@@ -1,4 +1,5 @@
-"""A sweep of real runs, of which one fails: the others are done, the table says why, and the same command continues."""
+"""A sweep of real runs in which one run fails: the others finish, the table shows the reason, and the same command
+resumes."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What only a GPU can show: half precisions train, and agree with fp32."""
+"""Properties that only a GPU shows: half precisions train, and agree with fp32."""
 
 from pathlib import Path
 

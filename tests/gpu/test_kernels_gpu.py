@@ -1,4 +1,4 @@
-"""On a GPU the kernels of relative attention compute what their plain twin computes in fp64."""
+"""On a GPU the kernels of relative attention compute the same as the plain function in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a path is: one function tells corpora, runs, checkpoints, bundles and exports apart, by names alone."""
+"""What a path contains: one function distinguishes corpora, runs, checkpoints, bundles and exports by file names
+alone."""
 
 from __future__ import annotations
 

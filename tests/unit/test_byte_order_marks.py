@@ -1,4 +1,4 @@
-"""A byte order mark says the encoding of a user's file and is never a part of its text; no file is read otherwise."""
+"""A byte order mark shows the encoding of a user's file and is never part of its text. All files are read this way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages count in the singular where there is one: "1 layer", "1 other file"."""
+"""Messages use the singular for one thing: "1 layer", "1 other file"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The images, which no test builds: pinned by constraints.txt, not root, tini first, free of what is private."""
+"""The Docker images, which no test builds: pinned by constraints.txt, not root, tini first, and without private
+files."""
 
 from __future__ import annotations
 

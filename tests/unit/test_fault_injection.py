@@ -1,4 +1,5 @@
-"""Faults on purpose: what is ordered happens there, once, and nothing happens unordered. In processes of their own."""
+"""Fault injection: an ordered fault occurs once at its place, and no fault occurs without an order, in separate
+processes."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
-"""The walls of the house, read from its source: rooms and their floors, circles, libraries, language.
+"""The structure of the package, checked in its source: layers of packages, import cycles, libraries and language.
 
-HOUSE lists files at the top and folders from the ground up, INSIDE the rooms in the larger folders. Imports point
-down: a file may import its own room and the floors below. Those on one floor do not know each other.
+HOUSE lists files at the top and folders from the lowest layer up, and INSIDE lists the parts of the larger folders. A
+file may import its own folder and lower layers. Folders of the same layer do not import each other.
 """
 
 from __future__ import annotations

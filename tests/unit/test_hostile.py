@@ -1,4 +1,4 @@
-"""What others, crashes and slips of the hand leave behind ends in one line or is passed over: no traceback, no hang."""
+"""Files left by other programs, crashes and mistakes give one line or are ignored, without tracebacks or hangs."""
 
 from __future__ import annotations
 

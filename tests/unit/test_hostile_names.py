@@ -1,4 +1,5 @@
-"""Names that hold line breaks and other control characters: every message about them is one line that shows them."""
+"""Names with line breaks and other control characters: every message about them is one line that shows these
+characters."""
 
 from __future__ import annotations
 

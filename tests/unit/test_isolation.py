@@ -1,4 +1,4 @@
-"""What a test leaves in its process, the next one does not meet; and no GPU."""
+"""The state that a test leaves in its process does not reach the next test, and tests see no GPU."""
 
 import os
 

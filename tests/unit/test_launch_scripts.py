@@ -1,6 +1,6 @@
-"""The scripts of launch/ for several nodes: what they refuse, what they start, when SLURM starts a job again.
+"""The scripts of launch/ for several nodes: what they refuse, what they start, and when SLURM starts a job again.
 
-`txl`, `pdsh`, `srun` and `scontrol` are stand-ins here; tests/cluster/ and tests/dist/test_schedulers.py use real ones.
+`txl`, `pdsh`, `srun` and `scontrol` are stand-ins here. tests/cluster/ and tests/dist/test_schedulers.py use real ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""launch/lint.sh: which checks it runs, and what its exit code says. The checks are stand-ins."""
+"""launch/lint.sh: which checks it runs, and the meaning of its exit code. The checks are stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk under standard output is one line and exit code 2; under standard error it changes nothing."""
+"""A full disk under standard output gives one line and exit code 2. Under standard error it changes nothing."""
 
 from __future__ import annotations
 

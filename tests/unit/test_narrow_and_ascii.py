@@ -1,4 +1,4 @@
-"""What a command prints on a narrow terminal and in a locale of ASCII, and where nothing can be written."""
+"""The output of commands on a narrow terminal, in an ASCII locale, and where no file can be written."""
 
 from __future__ import annotations
 

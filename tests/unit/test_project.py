@@ -1,4 +1,4 @@
-"""What makes the project one that can be joined: workflows, scripts, versions."""
+"""Files that contributors need: workflows, scripts and versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The quickstart's own behaviour: what it keeps, how it starts the training, and how that ends. `txl` is a stand-in."""
+"""The behaviour of the quickstart script: what it keeps, and how it starts and ends the training. `txl` is a
+stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that a reader can follow: density, comprehensions, docstrings."""
+"""Rules for readable code: density, comprehensions and docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every file in configs/ is a run that can be started, says what it is, and is the model that it says it is."""
+"""Every file in configs/ is a run that can be started, describes itself, and has the model that it describes."""
 
 from __future__ import annotations
 

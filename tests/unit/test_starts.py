@@ -1,4 +1,5 @@
-"""The default run stays short by design: what its tests start is counted, and more than their budget is a failure."""
+"""The default test run stays short by design: the processes that its tests start are counted, and too many are a
+failure."""
 
 from __future__ import annotations
 

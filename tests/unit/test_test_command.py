@@ -1,4 +1,4 @@
-"""launch/test.sh: which tests it chooses, and what its exit code says. Python is a stand-in."""
+"""launch/test.sh: which tests it chooses, and the meaning of its exit code. Python is a stand-in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One slip in the name of a setting, in the file or on the command line: refused, with what was meant.
+"""One typing error in the name of a setting, in a file or on the command line, is refused with the intended name.
 
-Slips are a character left out, put in, replaced, or two neighbours swapped, in the key or in the section, drawn with
-a seed; draws that land on a valid name are left out. And the texts that explain a setting: each has one, with a unit.
+A typing error removes, inserts or replaces a character, or swaps two neighbours, in the key or in the section. It is
+drawn with a seed. A draw that gives a valid name is skipped. Other tests check that each setting has an explanation
+with a unit.
 """
 
 from __future__ import annotations

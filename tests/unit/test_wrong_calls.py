@@ -1,6 +1,6 @@
-"""Wrong calls of every command: one line, what is wrong and a fitting remedy, exit code 2, no traceback, nothing heavy.
+"""Wrong calls of every command give one line with the cause and a fitting remedy, exit code 2, and no traceback.
 
-All in this process and without torch, as a person would be answered: at once.
+All calls run in this process and without torch, because a user must get the answer at once.
 """
 
 from __future__ import annotations

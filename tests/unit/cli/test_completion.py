@@ -1,4 +1,4 @@
-"""The completion scripts, in the shells that are installed: what TAB offers, without a program being started."""
+"""The completion scripts in the installed shells: TAB offers the right words without starting a program."""
 
 from __future__ import annotations
 

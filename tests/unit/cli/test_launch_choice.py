@@ -1,4 +1,4 @@
-"""Wrong values of the flags that choose machines and slots are one line with exit code 2, and start nothing."""
+"""Wrong values of the flags that choose machines and slots give one line with exit code 2, and start nothing."""
 
 from __future__ import annotations
 

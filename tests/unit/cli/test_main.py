@@ -1,4 +1,5 @@
-"""The command line: help at once, mistakes answered by one line and exit code 2, flags that mean what they say."""
+"""The command line: help appears at once, mistakes give one line and exit code 2, and flags have their documented
+effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`txl generate` as one calls it: prompts from words, files and JSON lines, texts for people and programs, memories."""
+"""`txl generate` as a user calls it: prompts from arguments, files and JSON lines, output for people and programs,
+memories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words for other machines arrive as they were typed, through DeepSpeed's runner, pdsh and a shell; or are refused."""
+"""Arguments for other machines arrive unchanged through DeepSpeed's runner, pdsh and a shell, or are refused."""
 
 from __future__ import annotations
 

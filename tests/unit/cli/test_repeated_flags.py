@@ -1,4 +1,4 @@
-"""Every list flag takes its values in one occurrence, in several, and in mixtures of both."""
+"""Every list flag accepts its values in one occurrence, in several occurrences, and in mixtures of both."""
 
 from __future__ import annotations
 

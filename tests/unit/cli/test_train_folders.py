@@ -1,4 +1,4 @@
-"""A folder in the place of a configuration file gets a remedy, whatever it holds."""
+"""A folder in place of a configuration file gives an error with a remedy, whatever the folder contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each class of event by which tyro refuses words, as the command line of a small function causes it."""
+"""Each class of event with which tyro refuses arguments, caused by the command line of a small function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of commands have their bounds on their fields, and a value out of bounds is one line with its flag."""
+"""Options of commands have their bounds on their fields, and a value out of bounds gives one line with its flag."""
 
 from __future__ import annotations
 

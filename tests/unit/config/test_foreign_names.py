@@ -1,4 +1,4 @@
-"""Names from other code bases: each leads to its counterpart here, on the command line and in a file."""
+"""Names of other code bases lead to their counterpart here, on the command line and in a file."""
 
 from __future__ import annotations
 

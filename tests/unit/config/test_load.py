@@ -1,4 +1,4 @@
-"""Settings: refused at the door with a hint, frozen behind it, written so that they read back the same."""
+"""Settings: wrong ones are refused with a hint, loaded ones are frozen, and written ones are read back unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of a run: which lengths hold in which step, and what is refused."""
+"""Phases of a run: which lengths apply in which step, and what is refused."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Plugins: what they add is known by name, what they are is recorded, and none is imported that nobody has named."""
+"""Plugins: their additions are known by name, their versions are recorded, and a plugin is imported only if it is
+named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that have another name: every spelling means the same, and the old one gets one warning."""
+"""Renamed settings: all spellings have the same meaning, and an old name gives one warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a terminal steers it nowhere, whoever chose the words."""
+"""Text from any source cannot control the terminal on which it is printed."""
 
 from __future__ import annotations
 

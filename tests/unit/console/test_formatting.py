@@ -1,4 +1,4 @@
-"""How numbers and tables are written for people."""
+"""Formatting of numbers and tables for people."""
 
 from __future__ import annotations
 

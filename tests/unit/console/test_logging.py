@@ -1,4 +1,5 @@
-"""Log lines reach what can be written; what cannot neither ends the program nor is told in tracebacks."""
+"""Log lines reach every output that can be written. An output that fails does not end the program or print
+tracebacks."""
 
 from __future__ import annotations
 

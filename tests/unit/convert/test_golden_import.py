@@ -1,4 +1,4 @@
-"""What the peers' own code computes, computed by us with their own files, read by `txl import`."""
+"""Results of the other codes, computed by our model from their own files after `txl import`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code that an export gives away computes what the bundle computes, and transformers generates with it."""
+"""The exported code computes the same as the bundle, and transformers can generate with it."""
 
 from __future__ import annotations
 

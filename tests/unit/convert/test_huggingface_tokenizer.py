@@ -1,4 +1,4 @@
-"""The tokenizer that transformers loads gives our ids and our texts, and begins a text where the model does."""
+"""The tokenizer that transformers loads gives our ids and texts, and begins a text as the model does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importers refuse, in words a user can act on; and the ways between formats that lose nothing."""
+"""Refusals of the importers, with usable remedies, and lossless conversions between formats."""
 
 from __future__ import annotations
 

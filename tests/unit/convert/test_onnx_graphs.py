@@ -1,4 +1,4 @@
-"""ONNX Runtime gives what the bundle gives, from two graphs and a memory that is passed along."""
+"""ONNX Runtime computes the same as the bundle, with two graphs and a memory that is passed along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign pickles give their content or an error that names them; none of their code ever runs."""
+"""Foreign pickles give their content or an error that names them. Their code never runs."""
 
 from __future__ import annotations
 

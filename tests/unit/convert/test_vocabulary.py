@@ -1,4 +1,5 @@
-"""A peer's vocabulary becomes a tokenizer of the same ids, marks and unknown word, or an error that names the file."""
+"""A vocabulary of another code becomes a tokenizer with the same ids, marks and unknown word, or an error that names
+the file."""
 
 from __future__ import annotations
 

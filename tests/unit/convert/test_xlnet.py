@@ -1,4 +1,5 @@
-"""XLNet folders: import gives Hugging Face's numbers, and an export loads in transformers and comes back unchanged."""
+"""XLNet folders: an import gives Hugging Face's numbers, and an export loads in transformers and can be imported
+unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""XLNet's own tokenizer: an import keeps its ids, `<eod>` ends a document, an export encodes as the imported one."""
+"""XLNet's own tokenizer: an import keeps its ids, `<eod>` ends a document, and an export encodes like the imported
+one."""
 
 from __future__ import annotations
 

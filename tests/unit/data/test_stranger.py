@@ -1,4 +1,4 @@
-"""A stranger who has read docs/corpus-format.md, and nothing else, reads the lanes that training reads."""
+"""A reader that is written only from docs/corpus-format.md reads the same lanes as the training."""
 
 from __future__ import annotations
 

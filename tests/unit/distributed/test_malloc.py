@@ -1,4 +1,5 @@
-"""The allocator of a rank, in processes of their own: what was freed is given back, unless the user decides."""
+"""The allocator of a rank, in separate processes: freed memory is returned, unless the user configures the
+allocator."""
 
 from __future__ import annotations
 

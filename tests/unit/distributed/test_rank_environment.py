@@ -1,4 +1,4 @@
-"""Variables of a launcher that are left over are told at once: who is waited for, and how to run alone."""
+"""Leftover variables of a launcher are reported at once: which ranks are awaited, and how to run alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of ranks that did not come, or came with a problem."""
+"""Reports about ranks that did not arrive, or arrived with a problem."""
 
 from __future__ import annotations
 

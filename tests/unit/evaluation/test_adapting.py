@@ -1,4 +1,4 @@
-"""`txl evaluate --adapt`: a row beside the static ones, which stay as they are."""
+"""`txl evaluate --adapt` adds a row and does not change the rows with fixed weights."""
 
 from __future__ import annotations
 

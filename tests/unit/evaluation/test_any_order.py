@@ -1,4 +1,4 @@
-"""`txl evaluate` of a model that predicts in any order (XLNet): held to loops that mask one token at a time."""
+"""`txl evaluate` of a model that predicts in any order (XLNet), compared with loops that mask one token at a time."""
 
 from __future__ import annotations
 

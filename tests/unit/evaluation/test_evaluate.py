@@ -1,4 +1,4 @@
-"""`txl evaluate` with other lengths than those of training: held to a naive loop over the same weights."""
+"""`txl evaluate` with other lengths than in training, compared with a naive loop over the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peers' protocols, each held to a few lines that were written from its description (docs/evaluating.md)."""
+"""The protocols of other codes, each compared with a short implementation of its description (docs/evaluating.md)."""
 
 from __future__ import annotations
 

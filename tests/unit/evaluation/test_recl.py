@@ -1,4 +1,4 @@
-"""The relative effective context length: held to the paper's equations, written out, and to losses one at a time."""
+"""The relative effective context length, compared with the paper's equations and with losses of single tokens."""
 
 from __future__ import annotations
 

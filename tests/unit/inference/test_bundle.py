@@ -1,4 +1,4 @@
-"""A bundle is the trained model, says so by its probe, and is refused when anything about it is damaged."""
+"""A bundle contains the trained model, its probe proves it, and a damaged bundle is refused."""
 
 from __future__ import annotations
 

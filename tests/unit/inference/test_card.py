@@ -1,4 +1,4 @@
-"""Model cards: what is known is on them, what is not known is "not stated", and the Hub's library reads them."""
+"""Model cards contain the known facts, have "not stated" for unknown facts, and can be read by the Hub's library."""
 
 from __future__ import annotations
 

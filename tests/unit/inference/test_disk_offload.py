@@ -1,4 +1,4 @@
-"""A network that reads its weights piece by piece computes what the network does that has them."""
+"""A network that reads its weights piece by piece computes the same as the network with all weights in memory."""
 
 from __future__ import annotations
 

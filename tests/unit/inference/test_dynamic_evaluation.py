@@ -1,4 +1,4 @@
-"""Scores that adapt to the text are what naive loops over the published equations give, and never look ahead."""
+"""Scores with adapting weights equal naive loops over the published equations, and never depend on later tokens."""
 
 from __future__ import annotations
 

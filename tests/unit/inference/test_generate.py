@@ -1,4 +1,4 @@
-"""Generation: what sampling may choose, and that a cache of keys and values changes nothing but the cost."""
+"""Generation: which tokens sampling can choose, and that a cache of keys and values changes only the cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cached core gives what the plain model gives, in a room that neither grows nor moves."""
+"""The model with a cache computes the same as the plain model, in buffers that neither grow nor move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model in one's own program: texts do not depend on neighbours, memories go on, hidden states are the model's."""
+"""A model in a user's program: texts do not depend on other texts, memories continue, and hidden states are the
+model's."""
 
 from __future__ import annotations
 

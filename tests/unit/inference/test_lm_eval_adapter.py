@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks a bundle, in its own process and over HTTP, and gets what the model itself says."""
+"""lm-evaluation-harness uses a bundle, in its own process and over HTTP, and gets the model's own results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every generation setting that a task of the harness gives is used, changes nothing, or is said not to be used."""
+"""Every generation setting of a task of the harness is used, has no effect, or is reported as unused."""
 
 from __future__ import annotations
 

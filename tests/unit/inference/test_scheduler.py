@@ -1,4 +1,5 @@
-"""Texts in work: prompts come and go, are read beside the tokens of others, and each is written as if alone."""
+"""Concurrent texts: prompts are added and removed, are read while others generate, and each text is as if it were
+alone."""
 
 from __future__ import annotations
 

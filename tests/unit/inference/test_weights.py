@@ -1,4 +1,4 @@
-"""Rounded weights: how far they are off, what is left as it is, and that nothing happens twice."""
+"""Rounded weights: the size of the error, which weights are not rounded, and that rounding again changes nothing."""
 
 from __future__ import annotations
 

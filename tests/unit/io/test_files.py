@@ -1,4 +1,4 @@
-"""Files at the border: nothing outside is overwritten, nothing that waits is opened, no name leaves its folder."""
+"""File safety: no file outside the folder is overwritten, no FIFO is opened, and no name leads out of its folder."""
 
 from __future__ import annotations
 

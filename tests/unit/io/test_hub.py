@@ -1,4 +1,4 @@
-"""Models on the Hub, against a stand-in server that speaks the Hub's HTTP: pushed, downloaded, verified, refused."""
+"""Models on the Hub, with a stand-in server for the Hub's HTTP interface: push, download, verification and refusals."""
 
 from __future__ import annotations
 

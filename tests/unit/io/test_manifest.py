@@ -1,4 +1,4 @@
-"""A folder with a manifest is whole or is known not to be, and appears in one step or not at all."""
+"""A folder with a manifest is complete or known to be damaged, and appears in one step or not at all."""
 
 from __future__ import annotations
 

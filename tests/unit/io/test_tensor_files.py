@@ -1,4 +1,4 @@
-"""What is written is what the library reads, its hash is the file's, and what is read in slices is what was written."""
+"""Written tensor files can be read by the library, their hash is the file's, and slices equal the written tensors."""
 
 from __future__ import annotations
 

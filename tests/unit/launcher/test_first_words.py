@@ -1,4 +1,4 @@
-"""Commands that take a while say what they do before anything heavy is imported."""
+"""Commands that take a while say what they do before they import large libraries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Who starts training through `txl launch` hears the truth about it, and nothing stays behind.
+"""`txl launch` reports correctly about the training that it starts, and leaves no processes.
 
-The launcher is a stand-in with the habits of the real one: `deepspeed` starts a node launcher, which starts ranks.
+The launcher is a stand-in that behaves like the real one: `deepspeed` starts a node launcher, which starts ranks.
 """
 
 import argparse

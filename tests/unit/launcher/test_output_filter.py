@@ -1,5 +1,5 @@
-"""`txl launch` shows what matters of what its processes say, all of it, and nothing else. The launcher is a stand-in
-that says what the real one does (DeepSpeed 0.19); the processes, pipes and terminals are real."""
+"""`txl launch` shows all important lines of its processes, and no others. The launcher is a stand-in with the output of
+DeepSpeed 0.19. Processes, pipes and terminals are real."""
 
 from __future__ import annotations
 

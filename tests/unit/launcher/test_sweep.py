@@ -1,4 +1,4 @@
-"""A sweep: what a grid means, which runs it makes, what is judged, and by how much the best is best."""
+"""A sweep: the meaning of a grid, the runs that it makes, what is compared, and the margin of the best run."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Adaptive embedding and softmax: one distribution over the whole vocabulary, every cluster in every step."""
+"""Adaptive embedding and softmax: one distribution over the whole vocabulary, with every cluster in every step."""
 
 from __future__ import annotations
 

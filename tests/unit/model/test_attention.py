@@ -1,4 +1,4 @@
-"""Attention is what the papers' equations say, and its gradients are those of what it computes."""
+"""Attention equals the papers' equations, and its gradients are those of its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Document masks: what stands in one document is scored as if there were no other."""
+"""Document masks: the tokens of a document are scored as if there were no other document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout: every place has a rate of its own, acts alone, and drops as many numbers as it says."""
+"""Dropout: every place has its own rate, acts independently, and drops the right share of values."""
 
 from __future__ import annotations
 

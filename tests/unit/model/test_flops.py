@@ -1,4 +1,4 @@
-"""The formula beside what torch counts while real models of ours run, and the peaks that MFU is taken of."""
+"""The formula for operations, compared with torch's count for real models, and the peak rates of GPUs for MFU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused function is the plain equation, with the gradients of what it computes, and does no more than it must."""
+"""The fused function equals the plain equation with the right gradients, and computes no more than necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weighted sum of losses with its gradients in one pass, beside what autograd makes of the plain losses."""
+"""The weighted sum of losses with its gradients in one pass, compared with autograd on the plain losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: a static window of the newest positions, masked where it is empty, never a way for gradients."""
+"""Memory: a window of the newest positions of fixed size, masked where it is empty, through which no gradients flow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every variant of the network computes what the papers say, as `helpers.naive_model` spells it out in floats."""
+"""Every variant of the network computes the same as `helpers.naive_model`, which implements the papers in plain
+floats."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A whole micro-step on a device that holds no numbers (torch's meta device): what waits for a result raises there, and
-what stays on the CPU by mistake too."""
+"""A whole micro-step on torch's meta device, which stores no values: waiting for a result raises an error there, and so
+does a tensor that is on the CPU by mistake."""
 
 from __future__ import annotations
 

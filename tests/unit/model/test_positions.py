@@ -1,4 +1,5 @@
-"""Positions: sinusoids that half precision does not blur, tables that learn what was read, and none in the memory."""
+"""Positions: sinusoids that are exact in half precision, tables that learn the distances that were read, and memory
+without positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XLNet: two streams in any order agree with Hugging Face's numbers and with loops, and leak nothing."""
+"""XLNet: two streams in any order agree with Hugging Face's numbers and with loops, and reveal no target."""
 
 from __future__ import annotations
 

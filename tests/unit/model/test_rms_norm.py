@@ -1,4 +1,4 @@
-"""The root mean square is torch's, and its gradient that of what is computed."""
+"""The RMS norm equals torch's, and its gradient is that of its result."""
 
 import pytest
 import torch

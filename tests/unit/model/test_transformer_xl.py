@@ -1,4 +1,4 @@
-"""The network: segments, lanes and documents are ways to compute one and the same thing."""
+"""The network: the division into segments, lanes and documents does not change the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`txl plan`: what is chosen, what is printed and written, and what is refused."""
+"""`txl plan`: its choices, its output, and what is refused."""
 
 from __future__ import annotations
 

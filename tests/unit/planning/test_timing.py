@@ -1,4 +1,4 @@
-"""The time model: by hand where a hand can do it, in the right direction elsewhere, and against published speeds."""
+"""The time model: checked by hand where possible, by its direction elsewhere, and against published speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`txl inspect` shows what a run and a checkpoint hold, and what a step trained on, also after lanes were cut again."""
+"""`txl inspect` shows the contents of a run and a checkpoint, and the text of a step, also after a change of the
+lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`txl report` of what has no records of its own: a checkpoint shows its run, a bundle what it holds, unharmed."""
+"""`txl report` of paths without records: a checkpoint shows its run, and a bundle shows its contents."""
 
 from __future__ import annotations
 

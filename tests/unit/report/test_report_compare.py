@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs, in a unit that can be compared."""
+"""The comparison of several runs: their differences, in a common unit."""
 
 import json
 import re

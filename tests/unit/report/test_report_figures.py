@@ -1,4 +1,4 @@
-"""Charts: nothing is lost by thinning, and nothing is carried into a page that does not belong there."""
+"""Charts: thinning loses nothing visible, and a page contains no foreign content."""
 
 import re
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""The page of a run: complete, escaped, small, the same twice; and its errors."""
+"""The page of a run is complete, escaped, small and reproducible, and shows errors."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""What `metrics.jsonl` tells after crashes, rewinds and other versions."""
+"""Reading `metrics.jsonl` after crashes and rewinds, and from other versions."""
 
 import json
 import math

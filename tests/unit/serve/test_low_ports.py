@@ -1,4 +1,4 @@
-"""A port that needs root is answered with one that does not."""
+"""For a port that needs root, the error names a port that does not."""
 
 from __future__ import annotations
 

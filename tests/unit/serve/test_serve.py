@@ -1,4 +1,4 @@
-"""A server: it answers as OpenAI's, keeps memories, and lets nobody hold the others up."""
+"""The server answers like OpenAI's, keeps memories, and no client can delay the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokenizers of others keep their ways; only their ids change, to the order of frequency. None makes a special one."""
+"""Imported tokenizers keep their behaviour, and only their ids change, to the order of frequency. No text becomes a
+special token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of all tokenizers: exact round trips, ids by frequency, one file, no accidental end-of-text."""
+"""Properties of all tokenizers: exact round trips, ids by frequency, one file, and no accidental end-of-text token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is learnt: the peers' conventions, exactly what occurs, the same whatever the order of hash tables."""
+"""Learned tokenizers: the conventions of other codes, exactly the symbols of the text, and independence of hash
+order."""
 
 from __future__ import annotations
 

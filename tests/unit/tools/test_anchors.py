@@ -1,4 +1,4 @@
-"""The anchors: compressors get the text that bits per byte are told of, no byte more or less."""
+"""Compressors for comparison get exactly the text for which bits per byte are computed."""
 
 import json
 import shutil

@@ -1,6 +1,6 @@
-"""The benchmark for a GPU, rehearsed on a CPU: what goes wrong costs the row that it goes wrong in, and no other.
+"""The benchmark for a GPU in a rehearsal on a CPU: an error costs its own row, and no other row.
 
-Whole rehearsals are nightly. Each run of all tests has a section that is killed, and the others' cheapest jobs.
+Whole rehearsals are nightly. Each run of all tests kills one section, and runs the cheapest jobs of the others.
 """
 
 from __future__ import annotations

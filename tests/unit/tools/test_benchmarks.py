@@ -1,4 +1,4 @@
-"""The benchmarks run to their end, tiny, without any peer's code; their figures are not looked at."""
+"""The benchmarks run to their end at tiny sizes, without code of others. Their figures are not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books of two recipes: which are held out is told by their names and sizes alone."""
+"""The books of two recipes: the validation split depends only on the names and sizes of the books."""
 
 from __future__ import annotations
 

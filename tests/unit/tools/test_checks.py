@@ -1,4 +1,4 @@
-"""The programs that count the code base: prose, names, the way of the settings, the draw, the proof of a move."""
+"""The programs that check the code base: prose, names, the path of the settings, the random choice, and moved code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The share of clipped steps is measured at a recipe's own rate and norm, and known for every recipe."""
+"""The share of clipped steps is measured with a recipe's own learning rate and clip norm, and is recorded for every
+recipe."""
 
 from __future__ import annotations
 

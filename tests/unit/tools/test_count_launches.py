@@ -1,4 +1,4 @@
-"""What a training step asks of a GPU is counted on a machine that has none."""
+"""The launches of a training step on a GPU are counted on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every program in tools/ shows its help, and runs to its end at a small size where it needs nothing from outside.
+"""Every program in tools/ prints its help, and runs to its end at a small size if it needs nothing from outside.
 
-The programs are found by their `if __name__`: a new one needs an entry in SMOKE or in ELSEWHERE.
+The programs are found by their `if __name__`. A new program needs an entry in SMOKE or in ELSEWHERE.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tools that guard and show the house: what counts as code, what is a difference, the picture of README."""
+"""The programs that check the code base: what counts as code, what is a difference, and the picture of README."""
 
 from __future__ import annotations
 

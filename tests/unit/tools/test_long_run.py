@@ -1,4 +1,4 @@
-"""The long run's plan, and what its page says of a run that was killed."""
+"""The plan of the long run, and the page's description of a killed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of the model is what its code and words give, and is not made where they do not fit."""
+"""The page of the model is made from the code and its texts, and is not made if they do not match."""
 
 import re
 

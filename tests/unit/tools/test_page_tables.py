@@ -1,4 +1,5 @@
-"""The tables that pages take from the code: reading list of docs/architecture.md, public names of docs/api.md."""
+"""The tables that pages take from the code: the reading list of docs/architecture.md and the public names of
+docs/api.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's tables as commands: what is compared, how it is scored, and that the page shows what was recorded."""
+"""The paper's tables as commands: what is compared, how it is scored, and that the page shows the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The comparison with the original code: the same ids at every step, honest clocks, and a table that says no more."""
+"""The comparison with the original code: the same ids at every step, correct clocks, and a table with the right
+figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recorded of the recipes for two cores stands in the page and in their headers, scored as these say."""
+"""The records of the recipes for two cores appear in the page and in the recipes' headers, with the same scores."""
 
 from __future__ import annotations
 

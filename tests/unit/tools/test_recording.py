@@ -1,4 +1,4 @@
-"""Records come back as they were written, and a page's table is replaced and nothing beside it."""
+"""Records are read back as they were written, and replacing a table changes nothing else in a page."""
 
 from __future__ import annotations
 

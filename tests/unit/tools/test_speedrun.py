@@ -1,4 +1,4 @@
-"""The speedrun's rules: which rows make an entry, what is judged, and that the page shows what was recorded."""
+"""The rules of the speedrun: which rows form an entry, what is judged, and that the page shows the records."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""Every variant of a study can be started, tables pair seeds, and a prediction is a line through logarithms."""
+"""Every variant of a study can be started, tables compare equal seeds, and a prediction is a line through
+logarithms."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_every_variant_can_be_started_on_its_ranks(name: str, variant: str, tmp_
 
 
 def test_a_model_is_not_compared_with_itself(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has 257 ids, and cutoffs begin at 512: both softmaxes are one model"):
+    with pytest.raises(ConfigError, match="has 257 ids, but cutoffs begin at 512: both softmaxes are the same model"):
         config_of(
             STUDIES["softmax"], "adaptive", corpus=tmp_path, vocab_size=257, seed=1, steps=70, place=tmp_path / "run"
         )

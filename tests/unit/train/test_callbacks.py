@@ -1,4 +1,4 @@
-"""What a list of callbacks, and the state of one, may be."""
+"""Allowed lists of callbacks, and allowed states of a callback."""
 
 from __future__ import annotations
 

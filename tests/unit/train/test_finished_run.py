@@ -1,4 +1,4 @@
-"""`txl train` on a run that is finished says so, with what to type next, before torch is imported."""
+"""`txl train` on a finished run says so and what to type next, before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every later version must load, verify, export and continue the golden checkpoint of each format version."""
+"""Every later version must load, verify, export and resume the golden checkpoint of each format version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on the recent half of each segment's targets: held to losses taken one by one."""
+"""Training on the recent half of each segment's targets, compared with losses of single tokens."""
 
 from __future__ import annotations
 

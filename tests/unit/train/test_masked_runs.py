@@ -1,4 +1,4 @@
-"""Runs with document masks: those of before, whose first tokens were not scored, are not mixed with those of today."""
+"""Runs with document masks: older runs, whose first tokens were not scored, are not mixed with new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory belongs to the configuration that made it."""
+"""A run folder belongs to the configuration that made it."""
 
 from __future__ import annotations
 

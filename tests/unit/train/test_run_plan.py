@@ -1,4 +1,4 @@
-"""The plan of a run: stages, and what all of them share."""
+"""The plan of a run: its phases, and what all of them share."""
 
 from __future__ import annotations
 

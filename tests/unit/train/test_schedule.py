@@ -1,4 +1,4 @@
-"""Learning rates: the formulas, and no jump where the warm-up ends."""
+"""Learning rates: the formulas, and no jump at the end of the warm-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU text has few shapes: the recipes' numbers of rare words, over 5,000 steps, in a handful of sizes."""
+"""Text has few shapes on a GPU: the recipes' numbers of rare words over 5,000 steps need only a few sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Skips are counted and capped, spikes are told from noise, and a resumed run decides as the unbroken one."""
+"""Skipped steps are counted and limited, spikes are distinguished from noise, and a resumed run decides as the unbroken
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one decision of a step: the same on every rank, whichever of them has something to say."""
+"""The decision of a step is the same on every rank, whichever rank has a reason."""
 
 from __future__ import annotations
 

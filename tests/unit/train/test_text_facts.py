@@ -1,4 +1,4 @@
-"""What a run writes down of its units, and a console line without bits per byte."""
+"""The records of a run about the units of its text, and a console line without bits per byte."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Beginning a run with a bundle's weights: only where model and vocabulary are the bundle's own."""
+"""Starting a run with a bundle's weights works only if the model and the vocabulary are the bundle's."""
 
 from __future__ import annotations
 

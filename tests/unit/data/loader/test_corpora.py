@@ -1,4 +1,4 @@
-"""The corpora of a run: those that go together, what is trained on and evaluated, and what is refused."""
+"""The corpora of a run: which corpora fit together, which splits are trained and evaluated, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A written corpus says what was put in, to any reader, byte for byte again, and damage is named."""
+"""A written corpus contains its input, for any reader. Writing it again gives the same bytes, and damage is named."""
 
 from __future__ import annotations
 

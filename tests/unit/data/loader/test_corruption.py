@@ -1,4 +1,4 @@
-"""Whatever bit flips or file is cut: `verify` names it, and a reader yields the right tokens or an error, no others."""
+"""For any flipped bit or cut file, `verify` names the file, and a reader yields the right tokens or an error."""
 
 from __future__ import annotations
 

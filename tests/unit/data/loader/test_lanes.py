@@ -1,4 +1,4 @@
-"""The arithmetic of lanes against a naive reading of its definition."""
+"""The arithmetic of lanes, compared with a naive implementation of its definition."""
 
 from __future__ import annotations
 

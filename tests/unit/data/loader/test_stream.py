@@ -1,4 +1,4 @@
-"""Streams: complete, continuous, resumable, the same for any number of ranks."""
+"""Streams are complete, continuous, resumable, and equal for any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XLNet's targets: their exact number, whole words, orders by half, and the same draws wherever they are made."""
+"""XLNet's targets: their exact number, whole words, orders in two halves, and the same samples on every rank."""
 
 from __future__ import annotations
 

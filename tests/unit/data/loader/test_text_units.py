@@ -1,4 +1,4 @@
-"""What a loss may be called: a cost of the text only where every token is scored and the tokens spell all of it."""
+"""Units of a loss: a loss is a cost of the text only if every token is scored and the tokens encode the whole text."""
 
 from __future__ import annotations
 

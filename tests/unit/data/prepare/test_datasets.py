@@ -1,4 +1,4 @@
-"""Named corpora: cut and cleaned as the original scripts do, proven whatever they come from, never just extracted."""
+"""Named corpora are split and cleaned as in the original scripts, verified from any source, and safely extracted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first 4 KiB of an input say what it is: it is read as that, or refused with what it is and what to do."""
+"""The first 4 KiB of an input show its format. It is read in this format, or refused with the format and a remedy."""
 
 from __future__ import annotations
 

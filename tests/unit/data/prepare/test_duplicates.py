@@ -1,4 +1,5 @@
-"""Equal documents are all found, nearly equal ones mostly, unrelated ones not; in slices as in one piece."""
+"""All equal documents are found, most nearly equal ones, and no unrelated ones, with the same result for any
+slicing."""
 
 from __future__ import annotations
 

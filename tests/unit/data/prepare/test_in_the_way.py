@@ -1,4 +1,5 @@
-"""Another corpus in the way is refused before any work, in one line; the same command, or other paths, go on."""
+"""An existing corpus in the output folder is refused before any work, with one line. Other paths or the same command
+work."""
 
 from __future__ import annotations
 

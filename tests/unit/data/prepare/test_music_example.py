@@ -1,4 +1,4 @@
-"""The example of music refuses in one line what MidiTok cannot read or write. A stand-in takes MidiTok's place."""
+"""The example of music refuses, in one line, what MidiTok cannot read or write. A stand-in replaces MidiTok."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes out of `txl prepare` depends on what goes in, and not on workers, parts, kills or who else is there."""
+"""The result of `txl prepare` depends only on its input, not on workers, parts, kills or other processes."""
 
 from __future__ import annotations
 

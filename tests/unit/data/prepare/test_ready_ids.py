@@ -1,4 +1,4 @@
-"""Token ids with a vocabulary list are prepared as they are, and what is none is refused by file and place."""
+"""Token ids with a vocabulary list are prepared unchanged, and wrong ids are refused with their file and place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record gives its text whatever else it holds; one without a text is refused with what it has, or left out."""
+"""A record gives its text whatever else it contains. A record without a text is refused with its keys, or skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tars that others made become a corpus where they lie, or are refused by name; they are never changed or extracted."""
+"""Tars of other programs become a corpus in place, or are refused by name. They are never changed or extracted."""
 
 from __future__ import annotations
 

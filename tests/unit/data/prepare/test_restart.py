@@ -1,4 +1,4 @@
-"""Whatever `txl prepare` is killed in, and whatever was asked for in between, what comes out is what was asked for."""
+"""After any kill of `txl prepare`, and any other command in between, the result is that of the last command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents come in a fixed order, whatever their store and form; what cannot be read, or ends early, is named."""
+"""Documents have a fixed order for any storage and format. Sources that cannot be read, or end early, are named."""
 
 from __future__ import annotations
 

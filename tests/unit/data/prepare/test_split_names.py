@@ -1,4 +1,4 @@
-"""Files that are named for a split belong to it, and test text is never trained on without a word."""
+"""Files that are named for a split belong to this split, and test text is never trained on without a warning."""
 
 from __future__ import annotations
 

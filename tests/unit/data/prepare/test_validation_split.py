@@ -1,4 +1,4 @@
-"""Text without held-out text: a few documents give their ends, whatever the workers, kills and copies do."""
+"""Input without a validation split: the ends of a few documents are used, for any workers, kills and copies."""
 
 from __future__ import annotations
 

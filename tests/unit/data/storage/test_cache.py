@@ -1,4 +1,5 @@
-"""The cache of a node: proven copies, one download whatever the number of processes, bounded, and crash-safe."""
+"""The cache of a node: verified copies, one download for any number of processes, bounded size, and safety after
+crashes."""
 
 from __future__ import annotations
 

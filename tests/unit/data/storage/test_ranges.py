@@ -1,4 +1,4 @@
-"""Documents read in ranges: the same bytes as the file, or an error; nothing in between."""
+"""Documents that are read in ranges have the same bytes as the file, or raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access to URLs: what is refused, what is tried again, and that nothing waits for ever."""
+"""Access to URLs: what is refused, what is tried again, and that nothing waits without a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storages: each location gets the right one, and all give the same bytes."""
+"""Storages: each location gets the right storage, and all storages give the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baselines against dense tables written from their formulas."""
+"""The baselines, compared with dense tables that are computed from their formulas."""
 
 from __future__ import annotations
 

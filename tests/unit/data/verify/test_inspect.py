@@ -1,4 +1,4 @@
-"""`txl inspect` shows what is there: its figures and texts are those that a reader of the corpus finds."""
+"""`txl inspect` shows the figures and the texts that a reader of the corpus finds."""
 
 from __future__ import annotations
 

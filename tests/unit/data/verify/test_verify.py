@@ -1,4 +1,4 @@
-"""`txl verify`: reads every byte once, says what is damaged, and by its exit code whether anything is."""
+"""`txl verify` reads every byte once, names damaged files, and reports damage by its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for an H100 or H200 (sm_90): they are launched, only no GPU runs them."""
+"""The compiled kernels for an H100 or H200 (sm_90): they are launched, but no GPU runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels compute what their plain twin computes, in Triton's interpreter: no GPU is needed."""
+"""The kernels compute the same as the plain function, in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 

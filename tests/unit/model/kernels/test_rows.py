@@ -1,4 +1,5 @@
-"""The kernels of a block's rows compute what their twins compute, in Triton's interpreter, and are well compiled."""
+"""The kernels of a block's rows compute the same as their plain functions, in Triton's interpreter, and compile
+well."""
 
 from __future__ import annotations
 

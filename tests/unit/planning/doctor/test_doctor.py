@@ -1,4 +1,4 @@
-"""Verdicts of `txl doctor` on machines made up here: every problem can be reached, and a healthy one has none."""
+"""Findings of `txl doctor` on artificial machines: every problem can be found, and a healthy machine has none."""
 
 from __future__ import annotations
 

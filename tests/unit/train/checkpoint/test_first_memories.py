@@ -1,4 +1,4 @@
-"""What lanes remember before their first token: nothing, or zeros that are attended to."""
+"""The memory of lanes before their first token: empty, or zeros that are attended to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of parameters come together from any files of fragments."""
+"""Parameters are assembled from the pieces in any number of fragment files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's corpora are found from any working directory; settings and their comparison know nothing of that."""
+"""A run's corpora are found from any working folder, and the comparison of settings does not depend on the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe of a checkpoint: what it must not depend on."""
+"""The probe of a checkpoint: the properties on which it must not depend."""
 
 from __future__ import annotations
 

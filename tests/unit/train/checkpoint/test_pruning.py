@@ -1,4 +1,4 @@
-"""A checkpoint can be read while the run that it belongs to goes on and prunes."""
+"""A checkpoint can be read while its run continues and removes old checkpoints."""
 
 from __future__ import annotations
 

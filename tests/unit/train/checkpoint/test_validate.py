@@ -1,4 +1,4 @@
-"""What is not a sound checkpoint is passed over like other damage, whatever its manifest says."""
+"""A folder that is not a valid checkpoint is skipped like a damaged one, whatever its manifest says."""
 
 from __future__ import annotations
 

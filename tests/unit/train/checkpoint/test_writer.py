@@ -1,4 +1,4 @@
-"""Saves behind the training: what is written is what there was at the beginning, whole or not at all."""
+"""Asynchronous saves: the checkpoint has the state at the beginning of the save, completely or not at all."""
 
 from __future__ import annotations
 

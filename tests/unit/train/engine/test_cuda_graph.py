@@ -1,5 +1,5 @@
-"""Replayed micro-steps are the micro-steps. The recording is a stand-in that does again, in the same tensors, what it
-saw done; CUDA's own is tested in tests/gpu."""
+"""Replayed micro-steps equal normal micro-steps. The recording is a stand-in that repeats the recorded operations in
+the same tensors. tests/gpu tests CUDA's own recording."""
 
 from __future__ import annotations
 

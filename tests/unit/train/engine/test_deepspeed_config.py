@@ -1,4 +1,4 @@
-"""The DeepSpeed dictionary says what our settings say, in words that DeepSpeed really reads."""
+"""The DeepSpeed dictionary has the values of our settings, under keys that DeepSpeed really reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat parameters change where weights lie, and nothing that is computed with them."""
+"""Flat parameters change the place of weights in memory, but no result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon's step beside its equations in fp64, and who does what of it."""
+"""Muon's step compared with its equations in fp64, and the division of its work."""
 
 import math
 

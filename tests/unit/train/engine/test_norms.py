@@ -1,4 +1,4 @@
-"""Norms are as long as their vectors, however many values these have."""
+"""Norms are right for vectors of any number of values."""
 
 from __future__ import annotations
 

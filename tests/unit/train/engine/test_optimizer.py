@@ -1,6 +1,6 @@
-"""Matrices decay, biases and norms do not; the settings of this run hold, whatever a checkpoint restored.
+"""Matrices decay, biases and norms do not. The settings of this run apply, whatever a checkpoint restored.
 
-Each optimizer is held to its equations, written as a loop over tensors.
+Each optimizer is compared with its equations in a loop over tensors.
 """
 
 from typing import Any

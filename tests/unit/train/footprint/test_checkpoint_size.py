@@ -1,4 +1,4 @@
-"""The size of a checkpoint that a dry run prints is that of the folder which the run then writes."""
+"""The size of a checkpoint that a dry run prints equals the size of the folder that the run then writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is known not to fit into memory is refused at the start; what fits never is."""
+"""A run that is known not to fit into memory is refused at the start, and a run that fits is never refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory beside memory: of a micro-step in a process of its own, and by arithmetic where it is exact."""
+"""Predicted memory compared with measured memory of a micro-step in a separate process, and with exact arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted bytes of a rank beside those of real runs under the real launcher, one of each ZeRO stage."""
+"""Predicted bytes of a rank compared with those of real runs with the real launcher, one run per ZeRO stage."""
 
 from __future__ import annotations
 

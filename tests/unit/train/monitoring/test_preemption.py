@@ -1,4 +1,4 @@
-"""Every way to ask for a stop is noticed, named, and stops nothing by itself."""
+"""Every kind of stop request is noticed and named, and none ends the process by itself."""
 
 import os
 import signal

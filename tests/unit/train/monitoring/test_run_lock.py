@@ -1,4 +1,4 @@
-"""Two jobs never hold one run directory, and a dead one does not keep it."""
+"""Two jobs never use the same run folder at once, and a dead job does not block it."""
 
 import json
 import multiprocessing as mp

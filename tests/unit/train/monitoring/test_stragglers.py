@@ -1,4 +1,4 @@
-"""The rank that the others wait for is found, and no other is blamed."""
+"""The rank for which the others wait is found, and no other rank is named."""
 
 from __future__ import annotations
 

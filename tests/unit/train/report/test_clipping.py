@@ -1,4 +1,4 @@
-"""A run whose steps are nearly all clipped by a norm that nobody chose says so."""
+"""A run in which the default clip norm clips nearly all steps gives a warning."""
 
 import math
 

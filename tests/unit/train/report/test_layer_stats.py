@@ -1,4 +1,4 @@
-"""What nobody asks for costs nothing."""
+"""Statistics of layers cost nothing if they are not enabled."""
 
 from typing import Any
 

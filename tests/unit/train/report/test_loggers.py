@@ -1,5 +1,4 @@
-"""Where records go: what TensorBoard and Weights & Biases get of them, and that a folder that is taken away costs
-nothing but itself."""
+"""Sinks of records: what TensorBoard and Weights & Biases get, and that a removed folder affects only its own sink."""
 
 from __future__ import annotations
 

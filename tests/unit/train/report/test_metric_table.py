@@ -1,4 +1,4 @@
-"""What a line of numbers says, on terminals of any width and in files."""
+"""The contents of a line of metrics, on terminals of any width and in files."""
 
 from __future__ import annotations
 

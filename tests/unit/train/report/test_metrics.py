@@ -1,4 +1,4 @@
-"""Reports: what is joined how over steps and ranks, how it reads, and that no broken sink ends a run."""
+"""Reports: how values are combined over steps and ranks, how they are printed, and that a failed sink ends no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of single steps: which steps, what is in them, and that the run does not notice."""
+"""Traces of single steps: which steps, what they contain, and that the run does not change."""
 
 from __future__ import annotations
 
