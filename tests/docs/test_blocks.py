@@ -1,9 +1,10 @@
-"""Every block of the documentation that is marked as runnable is run, as a reader pastes it.
+"""Every block of the documentation that is marked as runnable is run, as a reader would paste it.
 
-A page's blocks run in order in one folder that holds what a checkout holds. The quick start runs first; every other
-page goes on in a copy of the folder that it leaves, as its reader would: with data/first, runs/first, bundles/first.
-There `txl` is forked from a process that has imported everything: see `warm_txl`. The quick start has the real one.
-Of the package's source, which the pages take for a text, the folder holds one part: all of it takes four times as long.
+The blocks of a page run in order in one folder with the contents of a checkout. The quick start runs first. Every other
+page runs in a copy of the folder after the quick start, with data/first, runs/first and bundles/first. In these pages
+`txl` is forked from a process that has imported everything (see `warm_txl`). The quick start uses the real `txl`. The
+folder contains only one part of the package's source, which the pages use as a text, because all of it would take four
+times as long.
 """
 
 from __future__ import annotations

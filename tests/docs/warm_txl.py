@@ -1,9 +1,10 @@
-"""A `txl` for shell blocks that starts at once: it hands its words to a server here, which forks a warm process.
+"""A `txl` for shell blocks that starts at once: it passes its arguments to a server, which forks a prepared process.
 
     bash -c "txl evaluate ... | head" --> this txl --socket--> server (a thread of pytest) --fork--> `txl evaluate ...`
 
-What is forked has the words, the folder, the environment and the open files of the `txl` that the shell started; that
-one waits, and ends with its exit code. A page's forty commands would else import torch forty times.
+The forked process has the arguments, the folder, the environment and the open files of the `txl` that the shell
+started. This `txl` waits and ends with the exit code of the forked process. Without the server, the forty commands of a
+page would import torch forty times.
 """
 
 from __future__ import annotations

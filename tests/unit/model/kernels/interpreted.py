@@ -1,6 +1,7 @@
-"""The kernels in Triton's interpreter against the twin in fp64: a program, because TRITON_INTERPRET acts at import.
+"""Compare the kernels in Triton's interpreter with the plain function in fp64. It is a program, because
+TRITON_INTERPRET acts at import.
 
-`python -m tests.unit.model.kernels.interpreted NAME...` prints, as JSON, what the checks of these names found.
+`python -m tests.unit.model.kernels.interpreted NAME...` prints the results of these checks as JSON.
 """
 
 from __future__ import annotations

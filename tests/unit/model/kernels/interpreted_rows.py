@@ -1,6 +1,7 @@
-"""The kernels of a block's rows in Triton's interpreter against their twins: a program, as `interpreted` is.
+"""Compare the kernels of a block's rows in Triton's interpreter with their plain functions. It is a program, like
+`interpreted`.
 
-`python -m tests.unit.model.kernels.interpreted_rows NAME...` prints, as JSON, what the checks of these names found.
+`python -m tests.unit.model.kernels.interpreted_rows NAME...` prints the results of these checks as JSON.
 """
 
 from __future__ import annotations
