@@ -258,7 +258,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
     """Return the steps whose checkpoints are kept: the last `keep_last` steps, the multiples of `keep_every`, and the
-    step `best`.
+    steps in `best`.
 
     `steps` are the steps of all checkpoints, in ascending order. With `keep_every` 0 no multiples are kept. The result
     contains only steps that have a checkpoint.

@@ -170,6 +170,7 @@ class Plan:
     parameters: int
     tokens_per_step: int
     flops_per_token: dict[str, float]
+    """Operations of a training step per token, by the part of the model that needs them."""
     usable_gib: float
     """Usable memory of a GPU in GiB: its memory minus CONTEXT_GIB, minus FRAGMENTED_SHARE of the rest."""
     options: list[Option]

@@ -55,6 +55,7 @@ class PlotRow(NamedTuple):
     """Definition of a picture: the columns of the records to draw, the axis, the unit and the texts."""
 
     group: str
+    """Heading under which the report shows the picture."""
     title: str
     unit: str
     """Label of the vertical axis, with its unit."""
@@ -64,6 +65,7 @@ class PlotRow(NamedTuple):
     of: Kind = "train"
     """Kind of the records. The kind `all` gives one line for training and one line per validation split."""
     by: Axis = "step"
+    """Quantity on the horizontal axis."""
     is_log: bool = False
     caption: str = ""
     missing: str = ""

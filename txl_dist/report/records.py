@@ -118,7 +118,9 @@ class History:
     evals: dict[str, RecordTable]
     """Evaluations by kind of record: `eval` for the first corpus, `eval_NAME` for further corpora."""
     memory: RecordTable
+    """Records of the kind `memory`: the effect of the memory, measured at each evaluation."""
     layers: RecordTable
+    """Records of the kind `layers`: norms of each layer (metrics.norms_every_steps)."""
     events: list[Event]
     samples: list[TextSample]
     hosts: dict[int, str]
@@ -126,6 +128,7 @@ class History:
     hours: float
     """Hours of work that the records cover."""
     last_time_s: float
+    """Unix time in seconds of the newest record. It is NaN if no record has a time."""
     num_records: int
     """Number of complete lines in the file."""
     num_damaged: int

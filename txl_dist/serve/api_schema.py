@@ -237,7 +237,7 @@ class Tokens(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """Text of a list of ids."""
+    """Text of a list of ids, in the field `prompt` as in vLLM."""
 
     prompt: str
 

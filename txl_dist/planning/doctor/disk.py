@@ -40,6 +40,7 @@ class CorpusShards:
     """Size of a corpus as this machine sees it, or the error if it cannot be opened."""
 
     location: str
+    """Folder or URL of the corpus."""
     tokens: int = 0
     error: str = ""
 

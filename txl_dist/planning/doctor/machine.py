@@ -57,6 +57,7 @@ class Device(NamedTuple):
     memory_gib: float
     free_gib: float
     capability: tuple[int, int]
+    """Compute capability of the GPU: (major number, minor number)."""
     has_code: bool
     """True if this build of torch has code for the GPU."""
     peak_tflops: float
@@ -78,6 +79,7 @@ class Facts:
     driver: str
     """Version of the NVIDIA driver as nvidia-smi reports it. It is empty if there is no driver."""
     num_driver_gpus: int
+    """Number of GPUs that nvidia-smi lists. Torch can see fewer GPUs."""
     devices: tuple[Device, ...]
     """GPUs that this process can use."""
     backends: dict[str, str]
@@ -87,10 +89,12 @@ class Facts:
     cgroup_cores: float
     """CPU time that the control group may use, in cores. A value of 0 means no limit."""
     num_local_ranks: int
+    """Number of ranks of the job on this machine. It is 1 without a job."""
     memory_gib: float
     room_gib: float
     """Memory in GiB that processes may still allocate, within the limits of their control groups."""
     shm_gib: float
+    """Size of /dev/shm in GiB. It is 0 if there is no /dev/shm."""
     shm_free_gib: float
     max_files: int
     """Number of files that a process may hold open (the soft limit). A value of -1 means no limit."""
