@@ -274,7 +274,7 @@ def main() -> None:
     if not (given.recipe and given.data):
         parser.error("type the file of a recipe, and --data with the folder of a corpus")
     if given.kills < 3:  # two kills after the first change the number of ranks
-        parser.error("--kills wants 3 at least")
+        parser.error("--kills must be 3 or more")
     if given.steps < 10 * given.kills:  # the steps of the kills differ and are not near the ends
         parser.error(f"--steps {given.steps} is too few for {given.kills} kills")
     corpus = open_corpus(given.data)

@@ -284,7 +284,7 @@ def main() -> None:
         parser.error("type the name of a study, and --corpus DIR")
     steps, out = given.steps or STUDIES[given.study].steps, given.out.resolve()
     if steps < 2:  # the first step is not timed
-        parser.error("--steps wants 2 at least")
+        parser.error("--steps must be 2 or more")
     corpora = {path: (path.name, open_corpus(path).fingerprint[:12], steps) for path in map(Path.resolve, given.corpus)}
     known = {(row.study, told_on(row), row.variant, row.seed) for row in read_rows(RECORDS, Record)}
     missing = [

@@ -48,7 +48,7 @@ COLUMNS = (
 
 
 class Size(NamedTuple):
-    """What is trained at one of the program's sizes, and on which kind of machine."""
+    """Settings of the runs at one of the program's sizes, and the kind of machine."""
 
     recipe: Path
     changes: dict[str, Any]
