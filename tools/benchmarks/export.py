@@ -64,13 +64,13 @@ def main() -> None:
     parser.add_argument(
         "--once", action="store_true", help="export in this process; the last line of the output is JSON"
     )
-    given = parser.parse_args()
-    if given.once:
-        print(json.dumps(measure(given.sources[0], given.dtypes[0])))
+    arguments = parser.parse_args()
+    if arguments.once:
+        print(json.dumps(measure(arguments.sources[0], arguments.dtypes[0])))
         return
-    for source in given.sources:
+    for source in arguments.sources:
         print(source)
-        for dtype in given.dtypes:
+        for dtype in arguments.dtypes:
             one = measured(source, dtype)
             print(
                 f"  {dtype}  weights {one['bytes'] / MIB:6.1f} MiB ({one['share']:.3f} of fp32)  "

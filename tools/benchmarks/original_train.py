@@ -39,10 +39,10 @@ def main() -> None:
     parser.add_argument("cutoffs", type=int, nargs="*", metavar="CUTOFF", help="cutoffs of the adaptive softmax")
     words = sys.argv[1:]
     border = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:border])
-    path = prepare(given.folder)
-    data = _data(given.corpus, iterator=load("data_utils", path).LMOrderedIterator)
-    run_train(path, words[border + 1 :], cutoffs=given.cutoffs, data=data, variables={})
+    arguments = parser.parse_args(words[:border])
+    path = prepare(arguments.folder)
+    data = _data(arguments.corpus, iterator=load("data_utils", path).LMOrderedIterator)
+    run_train(path, words[border + 1 :], cutoffs=arguments.cutoffs, data=data, variables={})
 
 
 def prepare(folder: str | Path) -> Path:

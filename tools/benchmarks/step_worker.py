@@ -18,8 +18,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="checkout that makes the steps")
     parser.add_argument("sizes", type=Path, metavar="SIZES.json", help="written by step.py")
-    given = parser.parse_args()
-    folder = given.folder.absolute()
+    arguments = parser.parse_args()
+    folder = arguments.folder.absolute()
     sys.path[:0] = [str(folder), str(folder / "tools")]
 
     import torch
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     is_divided = (folder / "tools/benchmarks").is_dir()
     trainers = importlib.import_module("tools.benchmarks.trainers" if is_divided else "trainers")
     torch.set_num_threads(1)
-    told = json.loads(given.sizes.read_text(encoding="utf-8"))
+    told = json.loads(arguments.sizes.read_text(encoding="utf-8"))
     sizes = trainers.Sizes(**told | {"model": ModelSection.model_validate(told["model"])})
     trainer = trainers.OurTrainer(sizes, attention="fused")
     segments = itertools.cycle(itertools.islice(trainers.zipf_segments(sizes, seed=1), 4))

@@ -309,26 +309,26 @@ def main() -> int:
     parser.add_argument(
         "--compare", type=Path, help="earlier JSON; print the differences, with exit code 1 if there are any"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     shown: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="guard-") as scratch:
-        place = Workplace(given.root.resolve(), Path(scratch).resolve())
-        for number, name in enumerate(given.only, 1):
-            print(f"part {name}: {number} of {len(given.only)} ...", file=sys.stderr, flush=True)
+        place = Workplace(arguments.root.resolve(), Path(scratch).resolve())
+        for number, name in enumerate(arguments.only, 1):
+            print(f"part {name}: {number} of {len(arguments.only)} ...", file=sys.stderr, flush=True)
             start_s = time.monotonic()
             shown[name] = run_part(place, name)
             shutil.rmtree(place.folder / "bundle")
             print(f"{name}: {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
     text = json.dumps(shown, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-    if given.out:
-        given.out.write_text(text, encoding="utf-8")
-    if not given.compare:
-        if not given.out:
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    if not arguments.compare:
+        if not arguments.out:
             print(text, end="")
         return 0
-    old = {name: part for name, part in read(given.compare).items() if name in given.only}
+    old = {name: part for name, part in read(arguments.compare).items() if name in arguments.only}
     found = list(differences(old, json.loads(text)))
-    print("\n".join(found) if found else f"the same as {given.compare}: {', '.join(given.only)}")
+    print("\n".join(found) if found else f"the same as {arguments.compare}: {', '.join(arguments.only)}")
     return 1 if found else 0
 
 

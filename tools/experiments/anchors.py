@@ -238,14 +238,16 @@ def main() -> None:
     parser.add_argument(
         "--table", action="store_true", help="write the table of notebook/results.md from notebook/anchors.csv"
     )
-    given = parser.parse_args()
-    if given.table:
+    arguments = parser.parse_args()
+    if arguments.table:
         recipes = of_recipes(Rows(SCORED, SCORED_COLUMNS).rows)
         put_table(PAGE, BEGIN, table_of(Rows(RECORDS, COLUMNS).rows, recipes=recipes))
-    elif given.corpus is None:
+    elif arguments.corpus is None:
         parser.error("type the folder of a corpus")
     else:
-        measure(open_corpus(given.corpus), split=given.split, train=given.train_split, is_trial=given.trial)
+        measure(
+            open_corpus(arguments.corpus), split=arguments.split, train=arguments.train_split, is_trial=arguments.trial
+        )
 
 
 if __name__ == "__main__":

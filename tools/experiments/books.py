@@ -59,10 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clone", type=Path, help="folder of a clone of github.com/mlschmitt/classic-books-markdown")
     parser.add_argument("out", type=Path, help="folder for train, valid and test")
-    given = parser.parse_args()
-    texts = books_of(given.clone)
+    arguments = parser.parse_args()
+    texts = books_of(arguments.clone)
     for split, names in splits_of({name: len(text.encode()) for name, text in texts.items()}).items():
-        write(texts, names, path=given.out / split / "books.jsonl")
+        write(texts, names, path=arguments.out / split / "books.jsonl")
         print(f"{split}: {len(names)} books, {sum(len(texts[name].encode()) for name in names):,} bytes")
 
 

@@ -156,18 +156,20 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=RECORDS, help="file of the records")
     parser.add_argument("--again", action="store_true", help="also measure recipes that have a row")
     parser.add_argument("--table", action="store_true", help="write the table of notebook/clipping.md from the records")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(TOKENS):
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(TOKENS):
         parser.error(f"{', '.join(sorted(unknown))}: not in configs/. The recipes are {', '.join(sorted(TOKENS))}")
     try:
-        rows = Rows(given.csv, COLUMNS)
-        known = () if given.again else newest(rows)
-        names = [] if given.table else [name for name in given.names or sorted(TOKENS) if name not in known]
+        rows = Rows(arguments.csv, COLUMNS)
+        known = () if arguments.again else newest(rows)
+        names = [] if arguments.table else [name for name in arguments.names or sorted(TOKENS) if name not in known]
         for name in announced(names, what="recipe"):
-            measure(name, steps=given.steps, lanes=given.lanes, text=given.text, out=given.out, rows=rows)
+            measure(
+                name, steps=arguments.steps, lanes=arguments.lanes, text=arguments.text, out=arguments.out, rows=rows
+            )
     except TxlError as error:
         sys.exit(str(error))
-    if given.table:
+    if arguments.table:
         put_table(PAGE, BEGIN, table_of(rows))
 
 

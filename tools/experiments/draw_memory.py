@@ -59,10 +59,10 @@ def main() -> None:
     parser.add_argument("runs", nargs=2, type=Path, help="run with memory, and run without memory")
     parser.add_argument("--segment-len", type=int, default=64, help="train.segment_len of the runs")
     parser.add_argument("--out", type=Path, default=Path("docs/memory.svg"), help="picture to write")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     labels = ("with memory", "without memory")
-    runs = {label: evaluations(run) for label, run in zip(labels, given.runs, strict=True)}
-    draw(runs, segment_len=given.segment_len, out=given.out)
+    runs = {label: evaluations(run) for label, run in zip(labels, arguments.runs, strict=True)}
+    draw(runs, segment_len=arguments.segment_len, out=arguments.out)
 
 
 if __name__ == "__main__":

@@ -265,39 +265,44 @@ def main() -> None:
         "--trial", action="store_true", help="print the rows without adding them to notebook/long_run.csv"
     )
     parser.add_argument("--table", action="store_true", help="write the table and draw the picture")
-    given = parser.parse_args()
-    if given.table:
+    arguments = parser.parse_args()
+    if arguments.table:
         records = read_rows(RECORDS, Record)
         put_table(PAGE, BEGIN, table_of(records))
         draw(records, out=PLOT)
         return
-    if not (given.recipe and given.data):
+    if not (arguments.recipe and arguments.data):
         parser.error("type the file of a recipe, and --data with the folder of a corpus")
-    if given.kills < 3:  # two kills after the first change the number of ranks
+    if arguments.kills < 3:  # two kills after the first change the number of ranks
         parser.error("--kills must be 3 or more")
-    if given.steps < 10 * given.kills:  # the steps of the kills differ and are not near the ends
-        parser.error(f"--steps {given.steps} is too few for {given.kills} kills")
-    corpus = open_corpus(given.data)
+    if arguments.steps < 10 * arguments.kills:  # the steps of the kills differ and are not near the ends
+        parser.error(f"--steps {arguments.steps} is too few for {arguments.kills} kills")
+    corpus = open_corpus(arguments.data)
     # Trials, and runs with other steps or texts, are never compared with this unbroken run.
-    words = [given.recipe.stem, str(given.steps), corpus.fingerprint[:8], *(["trial"] if given.trial else [])]
-    out = given.out.resolve() / "-".join(words)
+    words = [
+        arguments.recipe.stem,
+        str(arguments.steps),
+        corpus.fingerprint[:8],
+        *(["trial"] if arguments.trial else []),
+    ]
+    out = arguments.out.resolve() / "-".join(words)
     out.mkdir(parents=True, exist_ok=True)
-    every = {"eval.every_steps": given.steps // NUM_EVALUATIONS, "checkpoint.every_steps": SAVE_EVERY}
-    every |= {"metrics.log_every_steps": 1, "metrics.sample_every_steps": 0, "train.max_steps": given.steps}
-    base = changed(load_config(given.recipe), {**every, "data.path": str(given.data.resolve())})
-    seeds = {name: given.seed for name in (UNBROKEN, KILLED, MOVED)}
-    seeds |= {f"seed {seed}": seed for seed in range(given.seed + 1, given.seed + 1 + given.more_seeds)}
-    records = [] if given.trial else read_rows(RECORDS, Record)
+    every = {"eval.every_steps": arguments.steps // NUM_EVALUATIONS, "checkpoint.every_steps": SAVE_EVERY}
+    every |= {"metrics.log_every_steps": 1, "metrics.sample_every_steps": 0, "train.max_steps": arguments.steps}
+    base = changed(load_config(arguments.recipe), {**every, "data.path": str(arguments.data.resolve())})
+    seeds = {name: arguments.seed for name in (UNBROKEN, KILLED, MOVED)}
+    seeds |= {f"seed {seed}": seed for seed in range(arguments.seed + 1, arguments.seed + 1 + arguments.more_seeds)}
+    records = [] if arguments.trial else read_rows(RECORDS, Record)
     known = {(row.run, row.recipe, row.steps, row.corpus) for row in records}
     for run in announced(list(seeds), what="run"):
-        if (run, given.recipe.stem, given.steps, named(corpus)) in known:
+        if (run, arguments.recipe.stem, arguments.steps, named(corpus)) in known:
             print(f"{run}: recorded in {RECORDS}")
             continue
-        kills = kills_of(run, steps=given.steps, count=given.kills, seed=given.seed)
+        kills = kills_of(run, steps=arguments.steps, count=arguments.kills, seed=arguments.seed)
         config = changed(base, {"run.seed": seeds[run]})
-        rows = measure(run, config, kills=kills, out=out, recipe=given.recipe.stem)
+        rows = measure(run, config, kills=kills, out=out, recipe=arguments.recipe.stem)
         print(*rows, sep="\n", flush=True)
-        if not given.trial:
+        if not arguments.trial:
             append_rows(RECORDS, Record._fields, rows)
 
 

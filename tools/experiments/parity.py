@@ -640,40 +640,43 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare the losses of 20 small steps without dropout")
     parser.add_argument("--table", action="store_true", help="write the table and the picture from notebook/parity.csv")
     parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.table:
+    arguments = parser.parse_args()
+    if arguments.table:
         write_table()
         return
-    if given.original is None or not (given.corpora or given.theirs):
+    if arguments.original is None or not (arguments.corpora or arguments.theirs):
         parser.error("type the folder of a corpus, and --original DIR")
-    if given.theirs:
-        train_theirs(given.original, place=given.theirs, config=load_config(given.theirs / "lanes.toml"))
+    if arguments.theirs:
+        train_theirs(arguments.original, place=arguments.theirs, config=load_config(arguments.theirs / "lanes.toml"))
         return
-    out, folder = given.out.resolve(), given.original.resolve()
-    number, total = 0, len(given.seeds) * len(given.corpora)
-    for seed in given.seeds:
-        for corpus in (path.resolve() for path in given.corpora):
+    out, folder = arguments.out.resolve(), arguments.original.resolve()
+    number, total = 0, len(arguments.seeds) * len(arguments.corpora)
+    for seed in arguments.seeds:
+        for corpus in (path.resolve() for path in arguments.corpora):
             number += 1
             if corpus.name not in SIZES:
                 raise ConfigError(f"{corpus} is named none of {', '.join(SIZES)}. Prepare one of them.")
             size = SIZES[corpus.name]
-            size = size._replace(max_steps=given.steps) if given.steps else size
+            size = size._replace(max_steps=arguments.steps) if arguments.steps else size
             if size.max_steps % NUM_POINTS:
                 raise ConfigError(f"--steps {size.max_steps} must be divisible by {NUM_POINTS}, the points of a curve.")
-            if given.check:
+            if arguments.check:
                 error = check(folder, size, corpus=corpus, place=out / f"{corpus.name}-check")
                 print(f"{corpus.name}: largest relative difference {error:.1e}")
                 if not error <= CHECK_TOLERANCE:
                     sys.exit(f"parity: the losses differ by more than {CHECK_TOLERANCE:.0e}")
                 continue
             key = (corpus.name, seed, settings_of(size), open_corpus(corpus).fingerprint[:12])
-            if key in {(row.corpus, row.seed, row.settings, row.data) for row in read_records()} and not given.trial:
+            if (
+                key in {(row.corpus, row.seed, row.settings, row.data) for row in read_records()}
+                and not arguments.trial
+            ):
                 continue
             print(f"{corpus.name}, seed {seed}: {number} of {total} ...", file=sys.stderr, flush=True)
             rows = measure(folder, size, corpus=corpus, seed=seed, out=out)
-            if not given.trial:
+            if not arguments.trial:
                 append_rows(RECORDS, Record._fields, rows)
-        if given.check:
+        if arguments.check:
             return
 
 

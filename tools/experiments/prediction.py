@@ -122,9 +122,9 @@ def main() -> None:
         help="write predictions to notebook/prediction.csv, for corpora whose larger model is not yet trained",
     )
     parser.add_argument("--table", action="store_true", help="write the table of notebook/results.md")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     records = read_rows(STUDIED, Record)
-    if given.tell:
+    if arguments.tell:
         (variant,) = STUDIES["larger"].variants
         larger = config_of(STUDIES["larger"], variant, corpus=Path(), vocab_size=100_000, seed=1, steps=1, place=Path())
         if not _measured(records):
@@ -138,7 +138,7 @@ def main() -> None:
         new = predict(records, parameters=parameters_outside_tables(larger), settled=settled)
         append_rows(RECORDS, Prediction._fields, new)
         print(*reasons, *new, sep="\n")
-    elif given.table:
+    elif arguments.table:
         put_table(PAGE, BEGIN, table_of(read_rows(RECORDS, Prediction), records))
     else:
         parser.error("type --tell or --table")

@@ -163,18 +163,18 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32", help="type bf16 if the processor has instructions for bf16")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--table", action="store_true", help="write the table of notebook/results.md from the records")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(SCORES):
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(SCORES):
         parser.error(f"{', '.join(sorted(unknown))}: not a recipe of this program. The recipes are {', '.join(SCORES)}")
-    if not (given.names or given.table):
+    if not (arguments.names or arguments.table):
         parser.error("type the name of a recipe, or --table")
     try:
         rows = Rows(RECORDS, COLUMNS)
-        for name in announced(given.names, what="recipe"):
-            bring(name, rows=rows, precision=given.precision, ranks=given.ranks)
+        for name in announced(arguments.names, what="recipe"):
+            bring(name, rows=rows, precision=arguments.precision, ranks=arguments.ranks)
     except TxlError as error:
         sys.exit(str(error))
-    if given.table:
+    if arguments.table:
         put_table(PAGE, BEGIN, table_of(rows.rows))
 
 

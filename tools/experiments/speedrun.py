@@ -292,8 +292,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/speedrun"))
     parser.add_argument("--table", action="store_true", help="write the table of notebook/speedrun.md from the records")
     parser.add_argument("--trial", action="store_true", help="print the rows without recording them")
-    given = parser.parse_args()
-    if given.table:
+    arguments = parser.parse_args()
+    if arguments.table:
         put_table(PAGE, BEGIN, table_of(read_records()))
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -301,16 +301,16 @@ def main() -> None:
         raise ConfigError(f"the rules require {CORES} cores, but this process can use only {len(cores)}.")
     os.sched_setaffinity(0, cores[:CORES])
     signal.signal(signal.SIGTERM, _interrupt)
-    corpus, out = given.corpus.resolve(), given.out.resolve()
-    if not given.recipes:
+    corpus, out = arguments.corpus.resolve(), arguments.out.resolve()
+    if not arguments.recipes:
         parser.error("type the file of a recipe")
-    entries = entries_of(given.recipes, given.then, corpus=corpus)
-    if given.peer_original:
+    entries = entries_of(arguments.recipes, arguments.then, corpus=corpus)
+    if arguments.peer_original:
         like = entries[0].config
         assert like is not None
-        entries.insert(0, original_entry(given.peer_original, like, more=given.original_flags.split()))
+        entries.insert(0, original_entry(arguments.peer_original, like, more=arguments.original_flags.split()))
     fingerprint = open_corpus(corpus).fingerprint[:12]
-    cases = list(itertools.product(range(given.seeds), entries))
+    cases = list(itertools.product(range(arguments.seeds), entries))
     for number, (seed, entry) in enumerate(cases, 1):
         key = (entry.name, entry.settings, seed, fingerprint)
         if key in {(row.entry, row.settings, row.seed, row.corpus) for row in read_records()}:
@@ -318,7 +318,7 @@ def main() -> None:
         print(f"{entry.name}, seed {seed}: {number} of {len(cases)} ...", file=sys.stderr, flush=True)
         record = measure(entry, seed=seed, out=out, corpus=corpus)
         print(record, flush=True)
-        if not given.trial:
+        if not arguments.trial:
             append_rows(RECORDS, Record._fields, [record])
 
 

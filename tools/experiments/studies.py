@@ -276,36 +276,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder for the runs")
     parser.add_argument("--trial", action="store_true", help="print the table without recording rows")
     parser.add_argument("--table", action="store_true", help="write the tables and draw the pictures")
-    given = parser.parse_args()
-    if given.table:
+    arguments = parser.parse_args()
+    if arguments.table:
         write_tables()
         return
-    if not (given.study and given.corpus):
+    if not (arguments.study and arguments.corpus):
         parser.error("type the name of a study, and --corpus DIR")
-    steps, out = given.steps or STUDIES[given.study].steps, given.out.resolve()
+    steps, out = arguments.steps or STUDIES[arguments.study].steps, arguments.out.resolve()
     if steps < 2:  # the first step is not timed
         parser.error("--steps must be 2 or more")
-    corpora = {path: (path.name, open_corpus(path).fingerprint[:12], steps) for path in map(Path.resolve, given.corpus)}
+    corpora = {
+        path: (path.name, open_corpus(path).fingerprint[:12], steps) for path in map(Path.resolve, arguments.corpus)
+    }
     known = {(row.study, told_on(row), row.variant, row.seed) for row in read_rows(RECORDS, Record)}
     missing = [
         (variant, corpus, seed)
-        for seed in range(1, given.seeds + 1)
+        for seed in range(1, arguments.seeds + 1)
         for corpus, group in corpora.items()
-        for variant in STUDIES[given.study].variants
-        if given.trial or (given.study, group, variant, seed) not in known
+        for variant in STUDIES[arguments.study].variants
+        if arguments.trial or (arguments.study, group, variant, seed) not in known
     ]
 
     def run(one: tuple[str, Path, int]) -> None:
         variant, corpus, seed = one
-        row = measure(given.study, variant=variant, corpus=corpus, seed=seed, steps=steps, out=out, trial=given.trial)
+        row = measure(
+            arguments.study, variant=variant, corpus=corpus, seed=seed, steps=steps, out=out, trial=arguments.trial
+        )
         print(f"{row.study}, {row.corpus}, {row.variant}, seed {row.seed}: {row.nats:.4f} nats", flush=True)
-        if given.trial:
+        if arguments.trial:
             rows.append(row)
         else:
             append_rows(RECORDS, Record._fields, [row])
 
     rows: list[Record] = []
-    side_by_side(run, missing, jobs=given.jobs)
+    side_by_side(run, missing, jobs=arguments.jobs)
     if rows:
         print("\n".join(table_of(ordered(rows))))
 

@@ -111,23 +111,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="number of seeds in parallel, each on one thread")
     parser.add_argument("--runs", type=Path, default=Path("runs/paper/t6"), help="folder of the runs of table 6")
     add_record_flags(parser, program="t8")
-    given = parser.parse_args()
-    require_own_records(parser, given)
-    rows = Rows(given.csv, COLUMNS)
-    if given.table:
+    arguments = parser.parse_args()
+    require_own_records(parser, arguments)
+    rows = Rows(arguments.csv, COLUMNS)
+    if arguments.table:
         put_table(PAGE, begin_of("t8"), table_of(rows.rows))
         return
-    size, flags = SIZES[given.size], CONTEXTS[given.size]
-    size = size._replace(steps=given.steps or size.steps)
-    seeds = range(1, given.seeds + 1)
+    size, flags = SIZES[arguments.size], CONTEXTS[arguments.size]
+    size = size._replace(steps=arguments.steps or size.steps)
+    seeds = range(1, arguments.seeds + 1)
     if size.on_gpu:
         for seed in seeds:
-            runs = " ".join(map(str, runs_of(seed, folder=given.runs, size=size)))
-            print(f"txl recl {runs} {' '.join(flags)} --split test --json {given.runs}/recl-{seed}.json")
+            runs = " ".join(map(str, runs_of(seed, folder=arguments.runs, size=size)))
+            print(f"txl recl {runs} {' '.join(flags)} --split test --json {arguments.runs}/recl-{seed}.json")
         return
     try:
-        work = partial(measure, rows=rows, folder=given.runs, size=size, flags=flags)
-        side_by_side(work, seeds, jobs=given.jobs)
+        work = partial(measure, rows=rows, folder=arguments.runs, size=size, flags=flags)
+        side_by_side(work, seeds, jobs=arguments.jobs)
     except (TxlError, RuntimeError) as error:
         sys.exit(str(error))
     print("\n".join(table_of(rows.rows)))

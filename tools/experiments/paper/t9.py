@@ -76,17 +76,17 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="cores", help="paper only prints the command")
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     add_record_flags(parser, program="t9")
-    given = parser.parse_args()
-    require_own_records(parser, given)
-    rows = Rows(given.csv, COLUMNS)
-    if given.table:
+    arguments = parser.parse_args()
+    require_own_records(parser, arguments)
+    rows = Rows(arguments.csv, COLUMNS)
+    if arguments.table:
         put_table(PAGE, begin_of("t9"), table_of(rows.rows))
         return
-    if given.size == "paper":
-        print(f"OMP_NUM_THREADS=1 python {' '.join(command('paper', peer_original=given.peer_original))}")
+    if arguments.size == "paper":
+        print(f"OMP_NUM_THREADS=1 python {' '.join(command('paper', peer_original=arguments.peer_original))}")
         return
     try:
-        measure(given.size, rows, peer_original=given.peer_original)
+        measure(arguments.size, rows, peer_original=arguments.peer_original)
     except RuntimeError as error:
         sys.exit(str(error))
     print("\n".join(table_of(rows.rows)))

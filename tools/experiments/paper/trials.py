@@ -288,26 +288,31 @@ def go(
 ) -> None:
     """Write the table, print the commands, or make the missing runs and print the table, as the flags say. Rows of the
     same jobs in `known`, the records of another program, are taken over."""
-    given = parser.parse_args()
-    require_own_records(parser, given)
-    if given.corpus is None and given.size != "paper" and not given.table:
+    arguments = parser.parse_args()
+    require_own_records(parser, arguments)
+    if arguments.corpus is None and arguments.size != "paper" and not arguments.table:
         parser.error("--corpus is needed: name a prepared corpus, for instance data/stdlib")
     try:
-        rows, size = Rows(given.csv, COLUMNS), SIZES[given.size]
-        size = size._replace(steps=given.steps or size.steps)
-        if given.table:
+        rows, size = Rows(arguments.csv, COLUMNS), SIZES[arguments.size]
+        size = size._replace(steps=arguments.steps or size.steps)
+        if arguments.table:
             put_table(PAGE, begin_of(program), table_of(rows.rows))
         elif size.on_gpu:
-            facts = {"gpus": given.gpus, "gpu": given.gpu, "vocab_size": given.vocab_size, "out": str(given.out)}
-            print("\n".join(on_a_cluster(jobs(given, size), size=size, **facts)))
+            facts = {
+                "gpus": arguments.gpus,
+                "gpu": arguments.gpu,
+                "vocab_size": arguments.vocab_size,
+                "out": str(arguments.out),
+            }
+            print("\n".join(on_a_cluster(jobs(arguments, size), size=size, **facts)))
         else:
-            corpus, out = open_corpus(given.corpus.resolve()), given.out.resolve()
+            corpus, out = open_corpus(arguments.corpus.resolve()), arguments.out.resolve()
             size = fitted(size, vocab_size=corpus.vocab_size)
-            wanted = jobs(given, size)
+            wanted = jobs(arguments, size)
             if known is not None:
                 words = [job.words(size, corpus=corpus) for job in wanted]
                 take_over(Rows(known, COLUMNS).rows, rows, wanted=words)
-            side_by_side(partial(measure, rows=rows, size=size, corpus=corpus, out=out), wanted, jobs=given.jobs)
+            side_by_side(partial(measure, rows=rows, size=size, corpus=corpus, out=out), wanted, jobs=arguments.jobs)
             print("\n".join(table_of(rows.rows)))
     except (TxlError, RuntimeError) as error:
         sys.exit(str(error))
@@ -319,11 +324,11 @@ def fitted(size: Size, *, vocab_size: int) -> Size:
     return size._replace(changes=size.changes | {"model.cutoffs": cutoffs_below(cutoffs, vocab_size=vocab_size)})
 
 
-def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+def require_own_records(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End the program if rows of the size tiny would be added to the repository's records, or if the page's table would
     be written from other records."""
-    is_own = given.csv.resolve() == parser.get_default("csv").resolve()
-    if given.size == "tiny" and is_own:
+    is_own = arguments.csv.resolve() == parser.get_default("csv").resolve()
+    if arguments.size == "tiny" and is_own:
         parser.error("--size tiny needs another file for its records: type --csv FILE")
-    if given.table and not is_own:
+    if arguments.table and not is_own:
         parser.error("--table writes notebook/paper.md from the repository's own records: remove --csv")
