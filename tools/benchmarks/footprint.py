@@ -10,9 +10,9 @@ imported the same modules. The predicted memory is the sum of `bytes_per_rank`, 
 text.
 
 A case is a size (about that many million parameters), a ZeRO stage, a number of ranks, micro-batches per step, a
-softmax, recomputation of blocks on or off, and a recipe. The recipe is either the paper's, or Muon with an average of
-the weights and the modern block. All combinations of the flags run one after the other. The last line of the output is
-the worst ratio.
+softmax, recomputation of blocks on or off, and a recipe. The recipe is the paper's, XLNet's objective, or Muon with an
+average of the weights and the modern block. All combinations of the flags run one after the other. The last line of
+the output is the worst ratio.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Case(NamedTuple):
 
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paper": ({}, {}),
+    "xlnet": ({"any_order": True, "activation": "gelu", "share_biases": False, "scale_embedding": False}, {}),
     "modern": (
         {
             **{"norm": "rms", "activation": "relu2", "pre_norm": True, "final_norm": True, "query_key_norm": True},
@@ -140,6 +141,9 @@ def _row(case: Case, corpus: Corpus, options: argparse.Namespace, *, folder: Pat
 def _config(case: Case, options: argparse.Namespace, *, folder: Path) -> Config:
     layers, width = SHAPES[case.size]
     model, optim = RECIPES[case.recipe]
+    objective: dict[str, Any] = {}
+    if case.recipe == "xlnet":
+        objective = {"objective": "permutation", "reuse_len": options.segment_len // 2}
     values = {
         "run": {"dir": str(Path(tempfile.mkdtemp(dir=folder)) / "run")},
         "data": {"path": str(folder / "corpus"), "eval_split": ""},
@@ -159,6 +163,7 @@ def _config(case: Case, options: argparse.Namespace, *, folder: Path) -> Config:
             "memory_len": options.memory_len,
             "microbatch_lanes": options.lanes,
             "max_steps": 3,
+            **objective,
         },
         "engine": {"zero_stage": case.stage, "activation_checkpointing": case.recompute == "on"},
         "checkpoint": {"every_steps": 2, "keep_last": 1, "asynchronous": not options.synchronous},

@@ -125,7 +125,8 @@ def check_config(config: Config) -> None:
         ),
         (
             config.train.step_len <= config.train.segment_len,
-            f"train.reuse_len={config.train.reuse_len} must not exceed train.segment_len={config.train.segment_len}",
+            f"train.reuse_len={config.train.reuse_len} must not exceed train.segment_len={config.train.segment_len}: "
+            "lower train.reuse_len, or set it to 0 for the whole segment",
         ),
         *position_rules,
         *order_rules,
@@ -157,7 +158,7 @@ def check_config(config: Config) -> None:
         ),
         (optim.min_lr <= optim.lr, f"optim.min_lr={optim.min_lr} must not exceed optim.lr={optim.lr}"),
     ]
-    broken = [message for holds, message in rules if not holds]
+    broken = dict.fromkeys(message for holds, message in rules if not holds)
     if broken:
         raise ConfigError(". ".join(broken) + ".")
 
@@ -244,7 +245,7 @@ def _order_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             not model.segment_terms or model.any_order,
-            "model.segment_terms=True needs model.any_order=True",
+            "model.segment_terms=True needs model.any_order=True: set model.segment_terms to false",
         ),
         (
             is_permutation or not (train.reuse_len or train.predicted_len or train.order_len),
@@ -288,12 +289,12 @@ def _permutation_rules(config: Config) -> list[tuple[bool, str]]:
         (not train.half_loss, "train.half_loss=True needs train.objective='next': set half_loss to false"),
         (
             config.metrics.sample_every_steps == 0,
-            "metrics.sample_every_steps needs a model that predicts the next token: set metrics.sample_every_steps to "
-            "0 with train.objective='permutation'",
+            f"metrics.sample_every_steps={config.metrics.sample_every_steps} needs a model that predicts the next "
+            "token: set metrics.sample_every_steps to 0 with train.objective='permutation'",
         ),
         (
             config.eval.overlap_len == 0,
-            "eval.overlap_len needs train.objective='next': set eval.overlap_len to 0",
+            f"eval.overlap_len={config.eval.overlap_len} needs train.objective='next': set eval.overlap_len to 0",
         ),
         (
             config.eval.segment_len in (0, segment_len),
@@ -305,6 +306,11 @@ def _permutation_rules(config: Config) -> list[tuple[bool, str]]:
             f"engine.cuda_graph={config.engine.cuda_graph!r} needs train.objective='next': set engine.cuda_graph to "
             "'off'",
         ),
+        (
+            config.eval.max_tokens == 0 or config.eval.max_tokens > segment_len,
+            f"eval.max_tokens={config.eval.max_tokens} is less than a segment (train.segment_len={segment_len}) and "
+            f"one token before it: set eval.max_tokens to 0, or to {segment_len + 1} or more",
+        ),
     ]
     if train.reuse_len > segment_len:
         return rules
@@ -315,12 +321,13 @@ def _permutation_rules(config: Config) -> list[tuple[bool, str]]:
                 half.num_targets < length,
                 f"train.predicted_len={train.num_predicted} predicts {half.num_targets} of the {length} tokens of a "
                 f"half of the segment (train.segment_len={segment_len}, train.reuse_len={train.step_len}), and at "
-                "least one token must be known: lower train.predicted_len",
+                "least one token must be known: lower train.predicted_len, or raise train.segment_len",
             ),
             (
                 train.order_len == 0 or length % train.order_len == 0,
                 f"train.order_len={train.order_len} must divide the {length} tokens of each half of the segment "
-                f"(train.segment_len={segment_len}, train.reuse_len={train.step_len})",
+                f"(train.segment_len={segment_len}, train.reuse_len={train.step_len}): set train.order_len to 0 for "
+                "one order in each half, or to a divisor of its length",
             ),
         ]
     return rules

@@ -38,11 +38,11 @@ million tokens of enwik8. For Penn Treebank the ratio is 26 (24 million for 0.9 
 model more strongly."""
 
 
-def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None) -> None:
+def check_text(corpora: Corpora, *, segment_len: int, eval_segment_len: int = 1, sample_prompt: str | None) -> None:
     """Raise ConfigError for a split that is too short, and for a sample prompt that the tokenizer cannot encode.
 
     A training split needs `segment_len` + 1 tokens per lane (batch row with its own token stream). A validation split
-    needs two tokens. `sample_prompt` is None if the run writes no sample texts.
+    needs `eval_segment_len` + 1 tokens. `sample_prompt` is None if the run writes no sample texts.
     """
     for split, state in zip(corpora.train, corpora.begin.corpora, strict=True):
         needed = state.num_lanes * (segment_len + 1)
@@ -56,11 +56,16 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
     if sample_prompt is not None:
         _check_prompt(sample_prompt, corpora.first)
     for split in corpora.eval:
-        if split.tokens < 2:
+        if split.tokens <= eval_segment_len:
+            needed = f"{eval_segment_len + 1:,}"
+            lower = ""
+            if eval_segment_len > 1:
+                needed += f" (train.segment_len={segment_len} and one more)"
+                lower = ", lower train.segment_len,"
             raise ConfigError(
-                f"split {split.name!r} of {split.corpus.location} has fewer than two tokens, but an evaluation "
-                "needs at least two tokens. Prepare more validation text, or switch evaluation off with "
-                '--data.eval_split "".'
+                f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but an "
+                f"evaluation needs at least {needed}. Prepare more validation text{lower} or switch evaluation off "
+                'with --data.eval_split "".'
             )
 
 

@@ -98,7 +98,9 @@ def _plan_stage(
         prompt = metrics.sample_prompt
     else:
         prompt = None
-    check_text(corpora, segment_len=train.segment_len, sample_prompt=prompt)
+    # XLNet's objective predicts tokens of whole segments only.
+    eval_segment_len = train.segment_len if train.is_permutation else 1
+    check_text(corpora, segment_len=train.segment_len, eval_segment_len=eval_segment_len, sample_prompt=prompt)
     return stage_context(config, settings, plan, ranks, corpora, steps=steps)
 
 

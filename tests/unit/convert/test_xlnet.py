@@ -140,6 +140,17 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(
         import_xlnet(folder_like_golden(tmp_path, **config), user_settings={})
 
 
+def test_unknown_keys_are_refused(tmp_path: Path) -> None:
+    folder = folder_like_golden(tmp_path)
+    with pytest.raises(CheckpointError, match=r"an unknown name n_layers\. Did you mean n_layer\?"):
+        import_xlnet(folder, user_settings={"n_layers": 3})
+    weights = load_file(folder / "model.safetensors") | {"transformer.layer.0.adapter.weight": torch.zeros(4)}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        import_xlnet(folder, user_settings={})
+    assert "transformer.layer.0.adapter.weight [4] is surplus. Check the format, the architecture" in str(caught.value)
+
+
 def test_training_in_both_directions_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import_xlnet(folder_like_golden(tmp_path, bi_data=True), user_settings={})
     assert "bi_data is true" in caplog.text

@@ -17,10 +17,20 @@ ROOT = Path(__file__).parents[4]
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.skipif(not _has_huge_pages(), reason="without huge pages the allocator is left as it is")
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.nightly)], ids=str)
-def test_what_a_rank_holds_at_each_stage_is_foreseen_within_a_tenth(stages: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ((1, 3), []),
+        pytest.param((0, 2), [], marks=pytest.mark.nightly),
+        pytest.param((1,), ["--recipes", "xlnet", "--softmax", "plain", "--lanes", "8"], id="xlnet"),
+    ],
+    ids=str,
+)
+def test_what_a_rank_holds_at_each_stage_is_foreseen_within_a_tenth(
+    stages: tuple[int, ...], words: list[str], tmp_path: Path
+) -> None:
     file = tmp_path / "footprint.json"
-    words = ["--sizes", "30", "--stages", *map(str, stages), "--ranks", "2", "--folder", str(tmp_path)]
+    words = ["--sizes", "30", "--stages", *map(str, stages), "--ranks", "2", "--folder", str(tmp_path), *words]
     command = [sys.executable, "-m", "tools.benchmarks.footprint", *words, "--json", str(file)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
