@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +32,8 @@ from txl_dist.data.loader.target_sampler import TargetSampler, TargetSettings
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.train.batch import batch_maker
 
-LAYERS: dict[str, int] = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}
-TINY: dict[str, int] = {"num_layers": 1, "width": 32, "num_heads": 2, "head_width": 16, "ff_width": 64}
+LAYERS: dict[str, Any] = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}
+TINY: dict[str, Any] = {"num_layers": 1, "width": 32, "num_heads": 2, "head_width": 16, "ff_width": 64}
 NEXT, PERMUTATION = "next token", "permutation"
 
 
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _compare(
-    layers: dict[str, int], train: TrainSection, *, vocab_size: int, lanes: int, rounds: int
+    layers: dict[str, Any], train: TrainSection, *, vocab_size: int, lanes: int, rounds: int
 ) -> list[dict[str, object]]:
     """Return a row of figures for each of the two steps."""
     steps = {
@@ -83,7 +84,7 @@ def _compare(
 
 
 def _step(
-    layers: dict[str, int], train: TrainSection, *, vocab_size: int, lanes: int, any_order: bool
+    layers: dict[str, Any], train: TrainSection, *, vocab_size: int, lanes: int, any_order: bool
 ) -> Callable[[], None]:
     """Return a function that makes one step. All steps have the same batch and a memory of the step before."""
     torch.manual_seed(0)

@@ -57,15 +57,15 @@ def check_text(corpora: Corpora, *, segment_len: int, eval_segment_len: int = 1,
         _check_prompt(sample_prompt, corpora.first)
     for split in corpora.eval:
         if split.tokens <= eval_segment_len:
-            needed = f"{eval_segment_len + 1:,}"
-            lower = ""
+            segment = ""
+            remedy = "Prepare more validation text"
             if eval_segment_len > 1:
-                needed += f" (train.segment_len={segment_len} and one more)"
-                lower = ", lower train.segment_len,"
+                segment = f" (train.segment_len={segment_len} and one more)"
+                remedy += ", lower train.segment_len,"
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but an "
-                f"evaluation needs at least {needed}. Prepare more validation text{lower} or switch evaluation off "
-                'with --data.eval_split "".'
+                f"evaluation needs at least {eval_segment_len + 1:,}{segment}. {remedy} or switch evaluation off with "
+                '--data.eval_split "".'
             )
 
 
