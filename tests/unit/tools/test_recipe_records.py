@@ -55,7 +55,7 @@ def test_a_run_is_trained_and_scored_unless_rows_of_its_settings_and_corpus_are_
     monkeypatch.setattr(recipes, "train", lambda recipe, config, *, ranks: trained.append(config.engine.precision))
     monkeypatch.setattr(recipes, "score", score)
     rows = Rows(tmp_path / "recipes.csv", COLUMNS)
-    with pytest.raises(ConfigError, match=r"stdlib, which stdlib_cpu\.toml reads, is not there\. Its header says how"):
+    with pytest.raises(ConfigError, match=r"stdlib, which stdlib_cpu\.toml reads, does not exist\. The header of"):
         recipes.bring("stdlib_cpu", rows=rows, precision="fp32", ranks=2)
     for text in ("one text", "another text"):
         (tmp_path / "data").mkdir(exist_ok=True)
