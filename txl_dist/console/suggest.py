@@ -26,7 +26,8 @@ def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE
     """Return the names of `known` that are most similar to `name`. The list is empty if all are less similar than
     `least_alike`.
 
-    A known name with a dot is a setting (`section.key`). The key without its section is compared too.
+    A known name with a dot is a setting (`section.key`). The key without its section is compared too. If only keys are
+    similar, the first of the most similar settings is returned alone.
     """
     if len(name) > MAX_LEN:
         return []

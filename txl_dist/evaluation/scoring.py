@@ -65,7 +65,7 @@ class ScoredRow(NamedTuple):
 def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions) -> list[ScoredRow]:
     """List the evaluations that the command-line flags request. Raises ConfigError if settings contradict each other.
 
-    Evaluations with equal clamp_len follow each other, because each clamp_len needs its own model.
+    Combinations of lengths with equal clamp_len follow each other, because each clamp_len needs its own model.
     """
     lengths = itertools.product(overrides.clamp_len, overrides.segment_len, overrides.memory_len)
     configs = [
@@ -116,7 +116,8 @@ def _with_overrides(
 
 
 def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> str:
-    """Return the setting same_length of an evaluation: the flag's value, else the protocol's value.
+    """Return the setting same_length of an evaluation: the flag's value, else the protocol's value. A protocol without
+    a memory uses "off".
 
     Raises ConfigError for a protocol if the model was trained with document masks.
     """

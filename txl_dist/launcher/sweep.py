@@ -316,7 +316,8 @@ def _log_of(trial: Trial) -> Path:
 
 
 def reason_of(code: int, log: Path) -> str:
-    """Return why a run is not done: the last error that its process printed, or else its last line."""
+    """Return why a run is not done: the last error that its process printed, or else its last line, or else its exit
+    code."""
     if code < 0:
         return f"died of {signal.Signals(-code).name}, see {log}"
     tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")

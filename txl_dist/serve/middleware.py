@@ -44,7 +44,8 @@ class Gate:
     """Wrapper of the server's application, which checks each request before a route gets it.
 
     `key` is the key that clients must send. If `key` is empty, clients need no key. A JSON body can have as many bytes
-    as `--max-body-bytes` allows. A memory file can have HEADER_BYTES bytes more than the tensors of a full memory.
+    as `--max-body-bytes` allows. A memory file can have at most HEADER_BYTES bytes more than the tensors of a full
+    memory.
     """
 
     def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
