@@ -200,7 +200,8 @@ def barrier() -> None:
 
 
 def get_rank() -> int:
-    """Return the rank of this process from the variable RANK. The process need not have joined the job."""
+    """Return the rank of this process from the variable RANK, or 0 without this variable. The process need not have
+    joined the job."""
     return int(os.environ.get("RANK", "0"))
 
 

@@ -70,7 +70,8 @@ class LineFilter:
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of the stream, and return the bytes that pass the filter now.
 
-        The beginning of an unfinished line is kept for the next call.
+        The beginning of an unfinished line is kept for the next call. It is returned now if an earlier part of the line
+        was returned, or if it is longer than 64 KiB.
         """
         *whole, self._held = (self._held + piece).split(b"\n")
         passed = b""

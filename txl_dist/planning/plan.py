@@ -2,9 +2,10 @@
 
 Memory is computed by `train.footprint`, which runs a step on tensors without storage. Time is computed by `timing`. An
 option is a ZeRO stage with a micro-batch size that divides the number of a rank's lanes (batch rows). The six largest
-sizes and the configured size are tried with every ZeRO stage. If an option does not fit into GPU memory, it is tried
-again with recomputed blocks. Among the options that fit and are at most 2 % slower than the fastest, the option with
-the least memory is chosen. All figures are predicted, not measured. The module `text` writes the facts as sentences.
+sizes and the configured size are tried with every ZeRO stage. If an option does not fit into GPU memory, all options of
+its ZeRO stage are tried again with recomputed blocks. Among the options that fit and are at most 2 % slower than the
+fastest, the option with the least memory is chosen. All figures are predicted, not measured. The module `text` writes
+the facts as sentences.
 """
 
 from __future__ import annotations
@@ -357,7 +358,7 @@ class _Planner:
     def options(self) -> Iterator[Option]:
         """Yield an option for every ZeRO stage and micro-batch that the settings allow.
 
-        If a micro-batch does not fit, it is also tried with recomputed blocks.
+        If one of a stage's micro-batches does not fit, all of them are also tried with recomputed blocks.
         """
         lanes = self.given.train.num_lanes // self.gpus
         divisors = [size for size in range(1, lanes + 1) if lanes % size == 0]

@@ -40,11 +40,13 @@ class Point:
     efficiency: float
     """Tokens per second and GPU, divided by the tokens per second and GPU of the first point."""
     limited_by: str
-    """Part of the step that limits the speed, a key of `REASONS`. The text is empty at the first point."""
+    """Part of the step that limits the speed, a key of `REASONS`. The text is empty at the first point, and at a point
+    where no part takes more GPU time per token than at the first point."""
 
 
 def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
-    """Return the curve of strong scaling: a point for every number of GPUs that divides the global batch.
+    """Return the curve of strong scaling: a point for every number of GPUs, up to MOST_GPUS, that divides the global
+    batch.
 
     `num_lanes` is the number of rows of the global batch. Micro-batches have at most as many rows as the micro-batch of
     `work`.
