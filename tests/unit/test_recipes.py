@@ -15,6 +15,7 @@ from tests.helpers.recipes import CONFIGS, header
 from txl_dist.cli.main import COMMANDS, main
 from txl_dist.config.load import Config, check_config, config_changes, load_config, plan_batch
 from txl_dist.config.schema import TrainSection
+from txl_dist.convert.xlnet import inexpressible
 from txl_dist.data.prepare.datasets import NAMED
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.errors import ConfigError
@@ -35,6 +36,7 @@ VOCABULARIES = {
     "classic-books": 257,
     "classic-books-bpe": 4_096,
     "stdlib": 4_096,
+    "xlnet": 32_000,
 }
 """Ids of a corpus as the papers or our own recipes read it, by its folder in data/."""
 PUBLISHED = {
@@ -60,8 +62,10 @@ UNPUBLISHED = {
     "books_bytes_cpu": 1_974_212,
     "books_bpe_cpu": 2_715_525,
     "stdlib_cpu": 2_715_525,
+    "xlnet_base": 116_722_688,
+    "xlnet_large": 360_227_072,
 }
-OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib")
+OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib", "xlnet")
 """Which no paper has."""
 
 
@@ -177,6 +181,14 @@ def test_the_headers_counts_of_other_forms_are_right() -> None:
     tiny = recipe("tinyshakespeare").model
     whole_tables = count_parameters(tiny.model_copy(update={"num_distances": 2 * 4096}), vocab_size=65)
     assert f"{whole_tables:,}" in header("tinyshakespeare"), "labml's own"
+
+
+@pytest.mark.parametrize(("name", "published"), [("xlnet_base", 116_750_336), ("xlnet_large", 360_300_800)])
+def test_with_segment_terms_a_model_of_xlnet_has_hugging_faces_number_of_parameters(name: str, published: int) -> None:
+    model = recipe(name).model.model_copy(update={"segment_terms": True})
+    assert count_parameters(model, vocab_size=VOCABULARIES["xlnet"]) == published
+    assert f"Hugging Face counts {published:,}" in header(name)
+    assert inexpressible(recipe(name).model) == [], "an export has the format of XLNet"
 
 
 @pytest.mark.parametrize("name", RECIPES)
