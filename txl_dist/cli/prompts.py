@@ -139,8 +139,8 @@ def _whole_text(path: Path) -> Iterator[PromptInput]:
 def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInput]:
     """Yield the prompts in JSON lines: {"prompt": text} or {"tokens": [ids]}. Other fields are repeated in the output.
 
-    Raises ConfigError, which names the line, for a line with none or both of these fields, and for a line with a field
-    that the output would overwrite.
+    Raises ConfigError, which names the line, for a line that is not JSON, for a line with none or both of these fields,
+    and for a line with a field that the output would overwrite.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():

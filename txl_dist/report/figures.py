@@ -76,7 +76,8 @@ class Thinned(NamedTuple):
 def thinned(x: FloatArray, y: FloatArray) -> Thinned:
     """Return the finite points of a line, with fewer points if there are many.
 
-    A bin with more than two points becomes one point, with the bin's mean, lowest and highest value.
+    If there are more than twice NUM_BINS points, each bin becomes one point, with the bin's mean, lowest and highest
+    value.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x = x[finite]

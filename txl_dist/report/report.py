@@ -158,7 +158,8 @@ def cut(text: str, *, most: int = _MAX_TEXT) -> str:
 
 
 def _event_rows(events: Sequence[Event]) -> list[list[str]]:
-    """Return table rows of as many events as a page shows: first the important events, then the newest other events."""
+    """Return table rows of the events that a page shows, in the order in which they occurred. If there are too many
+    events, important events are kept before others, and newer events before older events."""
 
     def weight(index: int) -> tuple[bool, int]:
         is_ordinary = events[index].name in _ORDINARY
