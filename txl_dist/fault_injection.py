@@ -1,11 +1,12 @@
 """Injected faults for tests of reliability. The environment variable TXL_FAILPOINTS says which faults happen.
 
-    TXL_FAILPOINTS=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
+    TXL_FAILPOINTS=kind:rank:step[:phase[#n][@generation]][,kind:rank:step[:phase[#n][@generation]] ...]
 
 The program calls `failpoint(phase, step=...)` at places that may fail. The phase is the name of the place. When rank,
 step and phase of this process match an entry for the n-th time (by default the first), the entry's fault happens there,
-once. Without the variable no fault happens. Rank, step and phase may be `*`. The default phase is `step`, the beginning
-of a training step. Each fault is announced on stderr with the time, so that a log shows which faults were injected.
+once. Without the variable no fault happens. Rank, step, phase and generation may be `*`. The default phase is `step`,
+the beginning of a training step. The generation is 1 until a lost rank is replaced (txl_dist/recovery), which is the
+default. Each fault is announced on stderr with the time, so that a log shows which faults were injected.
 Kinds:
 
     kill     SIGKILL to this process            stop     SIGSTOP to this process
@@ -45,6 +46,7 @@ class Fault(NamedTuple):
     phase: str = "step"
     nth: int = 1
     """Number of matches until the fault happens. 1 means the next match."""
+    generation: str = "1"
 
     def matches(self, *, step: int, phase: str) -> bool:
         """Return True if the entry's rank, step and phase match this process, the step and the phase."""
@@ -52,7 +54,8 @@ class Fault(NamedTuple):
         is_rank = self.rank in ("*", rank)
         is_step = self.step in ("*", str(step))
         is_phase = self.phase in ("*", phase)
-        return is_rank and is_step and is_phase
+        is_generation = self.generation in ("*", os.environ.get("TXL_GENERATION", "1"))
+        return is_rank and is_step and is_phase and is_generation
 
 
 def failpoint(phase: str, *, step: int) -> str:
@@ -86,15 +89,18 @@ def parse_faults(text: str) -> list[Fault]:
         is_valid = kind in KINDS and 2 <= len(where) <= 3 and has_numbers
         if not is_valid:
             raise ValueError(
-                f"TXL_FAILPOINTS: {entry!r} is not KIND:RANK:STEP[:PHASE[#N]]. KIND is one of {', '.join(KINDS)}. "
+                f"TXL_FAILPOINTS: {entry!r} is not KIND:RANK:STEP[:PHASE[#N][@GENERATION]]. "
+                f"KIND is one of {', '.join(KINDS)}. "
                 "PHASE is the name of a failpoint. The fault happens at the N-th match, by default at the first."
             )
         rank, step = where[:2]
         phase = "step"
         nth = ""
+        generation = ""
         if len(where) == 3:
-            phase, _, nth = where[2].partition("#")
-        faults.append(Fault(kind, rank, step, phase, int(nth or 1)))
+            phase, _, generation = where[2].partition("@")
+            phase, _, nth = phase.partition("#")
+        faults.append(Fault(kind, rank, step, phase, int(nth or 1), generation or "1"))
     return faults
 
 

@@ -24,6 +24,7 @@ HOUSE = (
     "console",
     "artifacts config",
     "distributed tokenizers vocabulary_clusters",
+    "recovery",
     "data model",
     "inference",
     "serve train",
@@ -55,8 +56,8 @@ STRANGERS = {("inference", "data")}
 """Who does not know whom although it lies below."""
 LIGHT = {
     *("__init__", "__main__", "artifacts", "cli", "config", "console", "data", "errors", "io", "rng"),
-    *("tokenizers", "version"),
-    *("distributed/malloc", "distributed/processes", "distributed/rank_environment"),
+    *("recovery", "tokenizers", "version"),
+    *("distributed/connection", "distributed/malloc", "distributed/processes", "distributed/rank_environment"),
 }
 """Folders and files that can be imported without torch."""
 HEAVY = {"cli/prompts", "io/tensor_files"}

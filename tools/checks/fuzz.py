@@ -64,6 +64,7 @@ from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.prepare.tokenize import read_part_info
 from txl_dist.data.prepare.workdir import claim_scratch
 from txl_dist.data.verify.verify import verify_corpus
+from txl_dist.distributed.connection import Connection
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import TxlError
 from txl_dist.inference.bundle import Package, load_bundle, network_of, write_bundle
@@ -79,7 +80,7 @@ from txl_dist.tokenizers.importing import open_tokenizer
 from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from txl_dist.train.checkpoint.memories import load_lane_memory
 from txl_dist.train.checkpoint.read import consolidated_weights, newest_checkpoint
-from txl_dist.train.monitoring.heartbeats import Beat, Connection, _beat
+from txl_dist.train.monitoring.heartbeats import Beat, _beat
 from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.run_dir import evaluated_losses

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from txl_dist.distributed.rank_environment import read_rank_environment
 from txl_dist.distributed.rendezvous import first_line, free_port, rendezvous
@@ -72,15 +73,16 @@ class StepFlags(NamedTuple):
 
 
 @contextmanager
-def distributed_context(*, timeout_s: int, num_threads: int = 0) -> Iterator[RankInfo]:
+def distributed_context(*, timeout_s: int, num_threads: int = 0, store: Store | None = None) -> Iterator[RankInfo]:
     """Join the job that the environment describes, and leave the job at the end of the block.
 
     `num_threads` is the number of CPU threads per rank. 0 means OMP_NUM_THREADS, or else the number of cores divided by
-    the number of ranks on this machine. `timeout_s` is the longest wait for other ranks in seconds. Raises ConfigError
-    if the launcher's variables contradict each other, or if ranks are missing after `timeout_s`. The message names the
-    missing ranks.
+    the number of ranks on this machine. `timeout_s` is the longest wait for other ranks in seconds. `store` is a store
+    through which all ranks are known to meet, or None for the rendezvous at MASTER_ADDR. Raises ConfigError if the
+    launcher's variables contradict each other, or if ranks are missing after `timeout_s`. The message names the missing
+    ranks. With `store` the errors are those of torch.
     """
-    ranks = _join(timeout_s=timeout_s, num_threads=num_threads)
+    ranks = _join(timeout_s=timeout_s, num_threads=num_threads, store=store)
     try:
         yield ranks
     except TxlError as error:
@@ -220,8 +222,9 @@ def uses_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
-def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
+def _join(*, timeout_s: int, num_threads: int, store: Store | None) -> RankInfo:
     """Wait for all ranks, and make the process group. Raises ConfigError if ranks are missing or cannot connect."""
+    is_known = store is not None
     place = read_rank_environment(os.environ)
     rank = place.rank
     world_size = place.world_size
@@ -243,7 +246,8 @@ def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
         backend = "cpu:gloo,cuda:nccl"
         if local_rank >= torch.cuda.device_count():
             problem = f"local rank {local_rank} has no GPU: the number of GPUs is {torch.cuda.device_count()}"
-    store = rendezvous(rank=rank, world_size=world_size, problem=problem, timeout_s=timeout_s)
+    if store is None:
+        store = rendezvous(rank=rank, world_size=world_size, problem=problem, timeout_s=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -251,6 +255,8 @@ def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
             backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
         )
     except RuntimeError as error:  # torch's errors of networks are RuntimeErrors
+        if is_known:
+            raise
         raise ConfigError(
             f"all ranks reached {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, but they cannot connect to "
             f"each other: {first_line(error)}. Set GLOO_SOCKET_IFNAME to the network interface that connects the "

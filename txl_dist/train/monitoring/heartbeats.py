@@ -14,7 +14,6 @@ Each line carries a random key that the hub shares over the process group. Lines
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import selectors
@@ -24,8 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from txl_dist.distributed.connection import Connection, Message, listen
 from txl_dist.distributed.processes import ProcessId, process_of
-from txl_dist.io.files import parse_object, typed
+from txl_dist.io.files import typed
 
 EXCHANGE_EVERY_S = 1.0
 """Seconds between two heartbeats that a rank sends to rank 0."""
@@ -33,11 +33,6 @@ TICK_S = 0.25
 """Maximum number of seconds for which `exchange` waits at a time for new messages."""
 CONNECT_S = 5.0
 """Maximum number of seconds to wait for a connection to rank 0."""
-MAX_LINE_BYTES = 1 << 16
-"""Maximum number of bytes of one line of JSON. A connection that sends a longer line is closed."""
-
-Message = dict[str, Any]
-"""One line of JSON between ranks: a report of a rank's progress, a notice about an event such as an error, or both."""
 
 
 class Beat(NamedTuple):
@@ -76,35 +71,6 @@ class Seen:
     """Whether the rank announced that it ends, or reported an error of its own."""
 
 
-class Connection:
-    """Connection that exchanges JSON lines over a socket and never blocks."""
-
-    def __init__(self, peer: socket.socket) -> None:
-        peer.setblocking(False)
-        self.peer = peer
-        self._rest = b""
-
-    def send(self, message: Message) -> None:
-        """Send one line. Raises OSError if the peer is gone, or has not read for a long time."""
-        self.peer.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have arrived.
-
-        Raises OSError if the peer is gone, and ValueError for malformed lines.
-        """
-        try:
-            data = self.peer.recv(MAX_LINE_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise ConnectionResetError
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
-            raise ValueError(f"the peer sent more than {MAX_LINE_BYTES} bytes without the end of a line")
-        return [parse_object(line) for line in lines]
-
-
 class Hub:
     """Rank 0's end of the connections for heartbeats. It receives the reports of all other ranks, and sends notices to
     all of them."""
@@ -112,10 +78,7 @@ class Hub:
     def __init__(self) -> None:
         self.key = secrets.token_hex(8)
         self.seen: dict[int, Seen] = {}
-        if socket.has_dualstack_ipv6():
-            self._server = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._server = socket.create_server(("", 0))
+        self._server = listen()
         self.port: int = self._server.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)

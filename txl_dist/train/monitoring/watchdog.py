@@ -36,10 +36,12 @@ from typing import Any, NamedTuple
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import RankInfo, broadcast_object, is_waiting
+from txl_dist.distributed.connection import Message
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
 from txl_dist.errors import HANG, TxlError
 from txl_dist.io.files import open_to_append
-from txl_dist.train.monitoring.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
+from txl_dist.recovery.coordinator import ranks_waited_for
+from txl_dist.train.monitoring.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Seen, Spoke
 
 SILENT_AFTER_S = 3.0
 """Seconds without a report after which a rank counts as frozen, if another rank is stuck."""
@@ -211,7 +213,7 @@ class Watchdog:
             step,
             phase,
             where=_line(frame),
-            is_waiting=is_waiting(self._main) or _is_in_collective(frame),
+            is_waiting=is_waiting(self._main) or is_in_collective(frame),
             is_stalled=idle_s > self._limit_s and not asks,  # a rank that asks for the first cause is about to leave
             asks=asks,
             is_idle=idle_s > self._limit_s / 2,
@@ -350,18 +352,6 @@ class Watchdog:
             faulthandler.dump_traceback(file=self._stacks_fd, all_threads=True)
 
 
-def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
-    """Return the ranks for which the other ranks wait.
-
-    These are the ranks at the lowest step. If some of these ranks are outside a collective, only the ranks outside are
-    returned.
-    """
-    lowest = min(beat.step for beat in beats.values())
-    late = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
-    not_waiting = sorted(rank for rank, beat in late.items() if not beat.is_waiting)
-    return not_waiting or sorted(late)
-
-
 def _is_lost(seen: Seen, now_s: float) -> bool:
     """Return whether a rank's connection broke more than `LOST_AFTER_S` ago, or `DEAD_AFTER_S` if its process is
     dead."""
@@ -382,7 +372,7 @@ def _line(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def _is_in_collective(frame: FrameType | None) -> bool:
+def is_in_collective(frame: FrameType | None) -> bool:
     """Return whether a thread runs a collective or waits for a collective.
 
     A collective that DeepSpeed calls within a pass counts too.

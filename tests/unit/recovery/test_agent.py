@@ -1,0 +1,189 @@
+"""Agents whose ranks are small programs without torch: they are replaced, meet again, and end with the right codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+AGENT = """
+import os, subprocess, sys
+from txl_dist.recovery.agent import Agent
+from txl_dist.recovery.seat import SEAT
+
+def start(seat):
+    return subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | {SEAT: seat.to_json()})
+
+sys.exit(Agent(start, silent_s=1.0, max_in_row=int(sys.argv[2])).run())
+"""
+RANK = """
+import json, os, sys, threading, time
+from txl_dist.recovery.agent import connect_to
+from txl_dist.recovery.seat import read_seat
+from txl_dist.recovery.spare import is_spare, serve_replacements
+from txl_dist.recovery.status import StatusPage
+
+if is_spare(os.environ):
+    serve_replacements()
+seat, rank = read_seat(os.environ), int(os.environ["RANK"])
+folder = os.environ["FOLDER"]
+page = StatusPage(seat.path_of(seat.status))
+link = connect_to(seat.address)
+link.peer.setblocking(True)
+link.send({"kind": "rank", "pid": os.getpid()})
+
+def note(word):
+    with open(f"{folder}/{rank}", "a") as file:
+        file.write(f"{word} {os.getpid()}\\n")
+
+def beat():
+    while True:
+        page.heartbeat(is_waiting=False)
+        time.sleep(0.05)
+
+page.progress(step=int(time.time() * 10) % 1000, phase="step")
+page.set_limit(60.0)
+threading.Thread(target=beat, daemon=True).start()
+is_first = os.getppid() == seat.agent
+if is_first and rank == 0:
+    with open(f"{folder}/address.tmp", "w") as file:
+        json.dump(seat.coordinator, file)
+    os.rename(f"{folder}/address.tmp", f"{folder}/address")
+if is_first:
+    while not os.path.exists(f"{folder}/address"):
+        time.sleep(0.01)
+    with open(f"{folder}/address") as file:
+        port, key = json.load(file)
+    link.send({"kind": "coordinator", "host": "127.0.0.1", "port": int(port), "key": key})
+    link.send({"kind": "stepped", "generation": 1})
+    note("began")
+while True:
+    for message in link.receive():
+        if message["kind"] == "plan":
+            generation = message["generation"]
+            link.send({"kind": "ready", "generation": generation, "port": 5})
+        elif message["kind"] == "meet":
+            note(f"met {generation}")
+            link.send({"kind": "stepped", "generation": generation})
+        elif message["kind"] == "end":
+            note("ended")
+            os._exit(76)
+"""
+
+
+class Agents:
+    """Two agents on this machine, and what their ranks have noted."""
+
+    def __init__(self, folder: Path, *, max_in_row: int = 3) -> None:
+        self.folder = folder
+        agent, rank = folder / "agent.py", folder / "rank.py"
+        agent.write_text(AGENT, encoding="utf-8")
+        rank.write_text(RANK, encoding="utf-8")
+        self.agents = []
+        for number in range(2):
+            place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "FOLDER": str(folder)}
+            words = [sys.executable, str(agent), str(rank), str(max_in_row)]
+            self.agents.append(subprocess.Popen(words, env=os.environ | place, stderr=subprocess.PIPE, text=True))
+
+    def notes(self, rank: int) -> list[str]:
+        path = self.folder / str(rank)
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+    def wait_for(self, word: str, *, rank: int, limit_s: float = 60.0) -> int:
+        """Wait until a rank has noted a word. Returns the pid of the process that did."""
+        end_s = time.monotonic() + limit_s
+        while True:
+            for line in self.notes(rank):
+                if line.startswith(word):
+                    return int(line.split()[-1])
+            assert time.monotonic() < end_s, f"rank {rank} never noted {word}: {self.notes(rank)}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    started = Agents(tmp_path)
+    yield started
+    for agent in started.agents:
+        agent.kill()
+        agent.wait()
+
+
+def test_a_killed_rank_is_replaced_and_the_other_keeps_its_process(agents: Agents) -> None:
+    survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(victim, signal.SIGKILL)
+    assert agents.wait_for("met 2", rank=0) == survivor
+    assert agents.wait_for("met 2", rank=1) != victim
+    assert [agent.poll() for agent in agents.agents] == [None, None]
+
+
+def test_rank_0_is_replaced_like_any_other_and_twice(agents: Agents) -> None:
+    victim, survivor = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(victim, signal.SIGKILL)
+    second = agents.wait_for("met 2", rank=0)
+    assert agents.wait_for("met 2", rank=1) == survivor
+    os.kill(second, signal.SIGKILL)
+    assert agents.wait_for("met 3", rank=0) not in (victim, second)
+    assert agents.wait_for("met 3", rank=1) == survivor
+
+
+def test_a_stopped_rank_is_killed_and_replaced(agents: Agents) -> None:
+    survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(victim, signal.SIGSTOP)
+    assert agents.wait_for("met 2", rank=0) == survivor
+    assert agents.wait_for("met 2", rank=1) != victim
+
+
+def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) -> None:
+    survivor, other = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    agents.agents[1].kill()
+    assert agents.wait_for("ended", rank=0) == survivor
+    assert agents.agents[0].wait(30) == 76
+    error = agents.agents[0].stderr
+    assert error is not None
+    assert "the agent of rank 1" in error.read()
+    assert other not in (survivor, 0)
+
+
+def test_a_rank_that_dies_before_the_job_is_complete_is_not_replaced(tmp_path: Path) -> None:
+    agent, rank = tmp_path / "agent.py", tmp_path / "rank.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    rank.write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    code = subprocess.run([sys.executable, str(agent), str(rank), "3"], env=os.environ | place, check=False).returncode
+    assert code == 128 + signal.SIGKILL
+
+
+def test_the_exit_code_of_a_rank_is_that_of_its_agent(tmp_path: Path) -> None:
+    agent, rank = tmp_path / "agent.py", tmp_path / "rank.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    for wanted in (0, 2, 75):
+        rank.write_text(f"raise SystemExit({wanted})", encoding="utf-8")
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        words = [sys.executable, str(agent), str(rank), "3"]
+        assert subprocess.run(words, env=os.environ | place, check=False).returncode == wanted
+
+
+def test_signals_reach_the_rank(tmp_path: Path) -> None:
+    agent, rank = tmp_path / "agent.py", tmp_path / "rank.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    rank.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        f"open({json.dumps(str(tmp_path / 'up'))}, 'w').close()\n"
+        "time.sleep(60)\n",
+        encoding="utf-8",
+    )
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    started = subprocess.Popen([sys.executable, str(agent), str(rank), "3"], env=os.environ | place)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.02)
+    started.terminate()
+    assert started.wait(30) == 75

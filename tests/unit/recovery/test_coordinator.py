@@ -1,0 +1,194 @@
+"""Decisions of the coordinator under a clock that the test moves: who is replaced, when ranks meet, when a job ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from txl_dist.recovery.coordinator import PER_HOUR, READY_S, REPLACED_S, Coordinator
+
+LIMIT_S = 60.0
+
+
+class Job:
+    """A coordinator with agents that answer as told."""
+
+    def __init__(self, world_size: int = 3, *, silent_s: float = 6.0, max_in_row: int = 3) -> None:
+        self.now_s = 100.0
+        self.coordinator = Coordinator(world_size, silent_s=silent_s, max_in_row=max_in_row)
+        for rank in range(world_size):
+            self.tell(rank, "hello", host="a", node="a", seat=[f"seat {rank}"], pid=10 + rank)
+        self.told()
+
+    def tell(self, rank: int, kind: str, **values: Any) -> None:
+        self.coordinator.receive(rank, {"kind": kind, **values}, self.now_s)
+
+    def told(self) -> list[tuple[int, dict[str, Any]]]:
+        """What was sent since this was last asked."""
+        messages = list(self.coordinator.outbox)
+        self.coordinator.outbox.clear()
+        return messages
+
+    def kinds(self) -> list[tuple[int, str]]:
+        return [(rank, message["kind"]) for rank, message in self.told()]
+
+    def status(
+        self, rank: int, *, silent_s: float = 0.1, idle_s: float = 0.1, waits: bool = False, step: int = 5
+    ) -> None:
+        self.tell(rank, "status", status=[silent_s, idle_s, LIMIT_S, step, "step", waits])
+
+    def lose(self, rank: int, *, step: int = 5, phase: str = "step", cause: str = "SIGKILL") -> None:
+        self.tell(rank, "died", cause=cause, status=[0.1, 0.1, LIMIT_S, step, phase, False])
+
+    def recover(self, *ranks: int) -> None:
+        """All of these ranks become ready, and make a step."""
+        generation = self.coordinator.generation
+        for rank in ranks:
+            self.tell(rank, "ready", generation=generation, port=7)
+        for rank in ranks:
+            self.tell(rank, "stepped", generation=generation)
+        self.told()
+
+
+def test_a_death_gives_a_plan_to_all_and_a_replacement_to_the_first_agent_of_the_node() -> None:
+    job = Job()
+    job.lose(2)
+    assert job.kinds() == [(0, "plan"), (1, "plan"), (2, "plan"), (0, "replace")]
+    assert "rank 2 on a (pid 12) was lost at step 5, in phase `step`: SIGKILL" in job.coordinator.lines[0]
+
+
+def test_ranks_meet_only_when_all_are_ready_for_the_newest_plan() -> None:
+    job = Job()
+    job.lose(2)
+    for rank in (0, 1):
+        job.tell(rank, "ready", generation=2, port=7)
+    job.lose(1)
+    job.told()
+    for rank in (0, 2):
+        job.tell(rank, "ready", generation=3, port=8)
+    job.tell(1, "ready", generation=2, port=0)
+    assert job.kinds() == []
+    job.tell(1, "ready", generation=3, port=0)
+    assert job.told() == [(rank, {"kind": "meet", "generation": 3, "port": 8}) for rank in range(3)]
+
+
+def test_a_silent_rank_is_killed_only_if_another_one_makes_no_progress() -> None:
+    job = Job()
+    job.status(0, silent_s=7)
+    job.status(1, idle_s=1)
+    job.status(2, idle_s=1)
+    job.coordinator.tick(job.now_s)
+    assert job.kinds() == []
+    job.status(1, idle_s=4)
+    job.coordinator.tick(job.now_s)
+    assert job.kinds() == [(0, "kill")]
+    job.coordinator.tick(job.now_s)
+    assert job.kinds() == []
+    job.lose(0)
+    assert "frozen: no heartbeat for 7.0 s" in job.coordinator.lines[0]
+
+
+def test_of_ranks_without_progress_the_one_that_the_others_wait_for_is_killed() -> None:
+    job = Job()
+    for rank in range(3):
+        job.status(rank, idle_s=LIMIT_S + 1, waits=rank != 1)
+    job.coordinator.tick(job.now_s)
+    assert job.told() == [(1, {"kind": "kill", "dump": True})]
+    job.status(0, idle_s=LIMIT_S + 2, waits=False)  # an error has taken it out of its collective
+    job.coordinator.tick(job.now_s)
+    assert job.kinds() == []
+
+
+def test_the_same_loss_twice_ends_the_job_with_its_reason() -> None:
+    job = Job()
+    job.lose(1)
+    for rank in range(3):
+        job.tell(rank, "ready", generation=2, port=7)
+    job.told()
+    job.lose(1)
+    assert job.kinds() == [(0, "end"), (1, "end"), (2, "end")]
+    assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
+def test_the_same_loss_after_a_finished_step_is_a_new_one() -> None:
+    job = Job()
+    job.lose(1)
+    job.recover(0, 1, 2)
+    job.lose(1)
+    assert (0, "replace") in job.kinds()
+
+
+def test_too_many_losses_without_a_step_end_the_job() -> None:
+    job = Job(max_in_row=2)
+    for number in range(3):
+        assert not job.coordinator.is_ended
+        job.lose(number, step=number)
+        for rank in range(3):
+            job.tell(rank, "ready", generation=job.coordinator.generation, port=7)
+    assert job.coordinator.is_ended
+    assert "recover.max_in_row=2" in job.coordinator.lines[-1]
+
+
+def test_all_ranks_at_once_are_one_failure() -> None:
+    job = Job(max_in_row=1)
+    for rank in range(3):
+        job.lose(rank)
+    assert not job.coordinator.is_ended
+    assert job.kinds().count((0, "replace")) == 3
+
+
+def test_too_many_recoveries_within_an_hour_end_the_job() -> None:
+    job = Job()
+    for number in range(PER_HOUR):
+        job.now_s += 10
+        job.lose(1, step=number)
+        job.recover(0, 1, 2)
+    assert not job.coordinator.is_ended
+    job.lose(1, step=PER_HOUR)
+    assert job.coordinator.is_ended
+
+
+def test_a_survivor_that_does_not_leave_is_replaced_too() -> None:
+    job = Job()
+    job.lose(2)
+    job.tell(0, "ready", generation=2, port=7)
+    job.told()
+    job.coordinator.tick(job.now_s + READY_S + 1)
+    assert job.kinds() == [(1, "kill")]
+
+
+def test_a_replacement_that_never_comes_ends_the_job() -> None:
+    job = Job()
+    job.lose(2)
+    job.coordinator.tick(job.now_s + REPLACED_S + 1)
+    assert job.coordinator.is_ended
+
+
+def test_an_error_of_a_rank_ends_the_job_without_a_line_of_the_coordinator() -> None:
+    job = Job()
+    job.tell(1, "left", code=2)
+    assert job.kinds() == [(0, "end"), (1, "end"), (2, "end")]
+    assert job.coordinator.lines == []
+
+
+def test_the_end_of_an_agent_ends_the_job_unless_its_rank_has_left() -> None:
+    job = Job()
+    job.tell(1, "left", code=0)
+    job.coordinator.lose_agent(1)
+    assert not job.coordinator.is_ended
+    job.coordinator.lose_agent(2)
+    assert job.coordinator.is_ended
+
+
+def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
+    coordinator = Coordinator(2, silent_s=6, max_in_row=3)
+    coordinator.receive(0, {"kind": "hello", "host": "a", "node": "a", "seat": [], "pid": 1}, 0.0)
+    coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)
+    assert coordinator.is_ended
+
+
+@pytest.mark.parametrize("message", [{"kind": "dance"}, {"kind": "ready"}, {"kind": "status", "status": [1]}])
+def test_a_malformed_message_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, ValueError, TypeError)):
+        Job().coordinator.receive(0, message, 0.0)

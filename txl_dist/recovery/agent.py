@@ -1,0 +1,365 @@
+"""The agent of a rank: the process that the launcher started. Its child is the rank, which it replaces if it dies.
+
+    launcher --> agent --> rank            the words of `txl train`, with the seat in TXL_RECOVERY_SEAT
+                       --> spare           only at local rank 0. It forks a replacement for any rank of the node
+
+The agent holds what must outlive a rank: the rank's seat. It passes stop signals on to its rank, and it exits with the
+exit code of its rank. So a launcher that watches the agent sees a rank that works until the run ends. The agent itself
+imports no torch and trains nothing.
+
+Limitations: if an agent is killed, the job ends, because the copies of its rank's state end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Protocol
+
+from txl_dist.distributed.connection import Connection, Message
+from txl_dist.distributed.processes import process_id
+from txl_dist.errors import HANG
+from txl_dist.recovery.coordinator import Coordinator
+from txl_dist.recovery.seat import SEAT, Seat, place_variables
+from txl_dist.recovery.server import CoordinatorServer
+from txl_dist.recovery.status import StatusPage
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that an agent passes on to its rank."""
+TICK_S = 0.05
+"""Seconds between two looks at the rank's process, if no message arrives."""
+REPORT_EVERY_S = 0.25
+"""Seconds between two reports of the rank's status to the coordinator."""
+CAUSE_S = 1.0
+"""Seconds to wait for the exit status of a process whose connection has ended."""
+END_S = 10.0
+"""Seconds that a rank has to end by itself after the job was ended. Then it is killed."""
+DUMP_S = 0.5
+"""Seconds that a rank that hangs has to write its stack traces before it is killed."""
+CONNECT_S = 10.0
+"""Largest number of seconds to wait for a connection to the coordinator."""
+_PR_SET_PDEATHSIG = 1
+
+
+class Child(Protocol):
+    """Interface of a process that an agent has started, as `subprocess.Popen` implements it."""
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while the process runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process."""
+
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
+
+
+Start = Callable[[Seat], Child]
+"""Function that starts a process with a seat: the process of a rank, or a spare."""
+
+
+class Agent:
+    """Agent of one rank. `run` returns the exit code when the rank has ended."""
+
+    def __init__(self, start: Start, *, silent_s: float, max_in_row: int) -> None:
+        """Make the seat and start the rank. `start` starts the process of a rank or of a spare.
+
+        `silent_s` and `max_in_row` are the settings of the section `recover`.
+        """
+        self._start = start
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._server = None
+        if self._rank == 0:
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            self._server = CoordinatorServer(Coordinator(world_size, silent_s=silent_s, max_in_row=max_in_row))
+        self._seat = self._make_seat()
+        self._page = StatusPage(self._seat.status)
+        self._listener = _listen_at(self._seat.address)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._rank_link: Connection | None = None
+        self._spare_link: Connection | None = None
+        self._coordinator: Connection | None = None
+        self._key = ""
+        self._pid = 0
+        self._exit_status: int | None = None
+        """Status of the rank's process, as os.waitpid returns it."""
+        self._closed_s: float | None = None
+        """Time at which the connection of the rank ended."""
+        self._is_leaving = False
+        self._plan: Message | None = None
+        self._deadline_s: float | None = None
+        """Time at which the rank is killed, because the job has ended."""
+        self._asked: list[list[object]] = []
+        """Seats for which the spare must fork a replacement."""
+        self._spare: Child | None = None
+        self._stop: tuple[int, int] | None = None
+        """Last stop signal, and the process that it was sent to."""
+        self._next_report_s = 0.0
+        self._child = self._start(self._seat)
+        self._pid = self._child.pid
+        for number in SIGNALS:
+            signal.signal(number, self._forward)
+
+    def run(self) -> int:
+        """Serve the rank and the coordinator until the rank has ended. Returns the exit code."""
+        code = None
+        while code is None:
+            for key, _ in self._selector.select(TICK_S):
+                key.data(key.fileobj)
+            now_s = time.monotonic()
+            self._report(now_s)
+            if self._deadline_s is not None and now_s > self._deadline_s:
+                self._signal(signal.SIGKILL)
+            code = self._look_at_rank(now_s)
+        if self._coordinator is not None:
+            self._coordinator.peer.close()
+        if self._server is not None:
+            self._server.close(grace_s=END_S if code else 1.0)
+        if self._spare is not None:
+            self._spare.kill()
+        return code
+
+    def _make_seat(self) -> Seat:
+        files = [os.memfd_create(f"txl_{name}", os.MFD_CLOEXEC) for name in ("status", "slot0", "slot1")]
+        return Seat(
+            address=f"txl-recovery-{os.getpid()}-{secrets.token_hex(8)}",
+            agent=os.getpid(),
+            status=files[0],
+            slots=files[1:],
+            coordinator=[str(self._server.port), self._server.key] if self._server else [],
+            variables=place_variables(os.environ),
+        )
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._stop = (number, self._pid)
+        self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the rank's process, if there is one."""
+        if self._pid > 0:  # 0 and -1 would mean other processes
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept a process of the same user: the rank, a replacement, the spare, or the parent of a replacement."""
+        peer, _ = listener.accept()
+        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            peer.close()
+            return
+        connection = Connection(peer)
+        self._selector.register(peer, selectors.EVENT_READ, lambda _: self._hear(connection))
+
+    def _hear(self, connection: Connection) -> None:
+        """Act on the messages of a process of this node."""
+        try:
+            for message in connection.receive():
+                self._act(connection, message)
+        except (OSError, ValueError):
+            self._selector.unregister(connection.peer)
+            connection.peer.close()
+            if connection is self._rank_link:
+                self._rank_link = None
+                self._closed_s = time.monotonic()
+            elif connection is self._spare_link:
+                self._spare_link = None
+                self._restart_spare()
+
+    def _act(self, connection: Connection, message: Message) -> None:
+        """Act on one message of a process of this node."""
+        kind = message["kind"]
+        if kind == "rank":
+            self._rank_link = connection
+            self._closed_s = None
+            self._pid = int(message["pid"])
+            self._tell_coordinator({"kind": "started", "pid": self._pid})
+            if self._plan is not None:
+                self._tell_rank(self._plan)
+        elif kind == "spare":
+            self._spare_link = connection
+            self._fork_replacements()
+        elif kind == "exited":  # from the spare that has forked this agent's rank
+            if message["pid"] == self._pid:
+                self._exit_status = message["status"]
+        elif kind == "coordinator":
+            self._connect(message)
+        elif kind == "leaving":
+            self._is_leaving = True
+        else:
+            if kind == "stepped" and self._is_first_of_node and self._spare is None:
+                self._restart_spare()
+            if kind == "ready" and self._stop is not None and self._stop[1] != self._pid:
+                self._forward(self._stop[0], None)  # it was sent to a process that was lost
+            self._tell_coordinator(message)
+
+    def _connect(self, message: Message) -> None:
+        """Connect to the coordinator, whose address the ranks have exchanged."""
+        peer = socket.create_connection((message["host"], int(message["port"])), timeout=CONNECT_S)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._key = message["key"]
+        self._coordinator = Connection(peer)
+        self._selector.register(peer, selectors.EVENT_READ, self._obey)
+        process = process_id()
+        place = {"host": process.host, "node": f"{process.host} {process.place}"}
+        self._tell_coordinator({"kind": "hello", "seat": self._seat, "pid": self._pid, **place})
+
+    def _tell_coordinator(self, message: Message) -> None:
+        """Send a message to the coordinator. If it is gone, the job ends."""
+        if self._coordinator is None:
+            return
+        try:
+            self._coordinator.send({"key": self._key, "rank": self._rank, **message})
+        except OSError:
+            self._lose_coordinator()
+
+    def _tell_rank(self, message: Message) -> None:
+        if self._rank_link is not None:
+            with suppress(OSError):  # it has just died, which `_look_at_rank` notices
+                self._rank_link.send(message)
+
+    def _obey(self, peer: socket.socket) -> None:
+        """Act on the coordinator's messages."""
+        assert self._coordinator is not None
+        try:
+            messages = self._coordinator.receive()
+        except (OSError, ValueError):
+            return self._lose_coordinator()
+        for message in messages:
+            kind = message["kind"]
+            if kind == "plan":
+                self._plan = message
+                self._tell_rank(message)
+            elif kind == "meet":
+                self._tell_rank(message)
+            elif kind == "replace":
+                self._asked.append(message["seat"])
+                self._fork_replacements()
+            elif kind == "kill":
+                if message["dump"]:
+                    self._signal(signal.SIGABRT)
+                    time.sleep(DUMP_S)
+                self._signal(signal.SIGKILL)
+            elif kind == "end":
+                self._end(message)
+
+    def _lose_coordinator(self) -> None:
+        """End the rank, because no one can replace it any more. At the end of a run the rank ends by itself."""
+        assert self._coordinator is not None
+        self._selector.unregister(self._coordinator.peer)
+        self._coordinator.peer.close()
+        self._coordinator = None
+        self._end({"kind": "end", "reason": "the agent of rank 0 was lost"})
+
+    def _end(self, message: Message) -> None:
+        """Ask the rank to end, and kill it if it does not."""
+        self._tell_rank(message)
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + END_S
+            if self._rank_link is None and self._closed_s is not None:
+                self._deadline_s = 0.0
+
+    def _report(self, now_s: float) -> None:
+        """Report the status of the rank to the coordinator, a few times per second."""
+        if now_s >= self._next_report_s and self._exit_status is None:
+            self._next_report_s = now_s + REPORT_EVERY_S
+            self._tell_coordinator({"kind": "status", "status": self._page.read()})
+
+    def _look_at_rank(self, now_s: float) -> int | None:
+        """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""
+        if self._pid == 0 and self._deadline_s is not None:
+            return HANG  # no replacement has come, and none will
+        if self._child.pid == self._pid and self._exit_status is None:
+            self._exit_status = self._child.poll()
+        if self._exit_status is None:
+            is_gone = self._closed_s is not None and now_s > self._closed_s + CAUSE_S and not _lives(self._pid)
+            if not is_gone:
+                return None
+            self._exit_status = -signal.SIGKILL  # its parent is gone too
+        code = self._exit_status
+        if self._deadline_s is not None and not self._is_leaving:
+            return HANG
+        if code >= 0 or self._is_leaving or self._coordinator is None or -code in SIGNALS:
+            self._tell_coordinator({"kind": "left", "code": abs(code)})
+            return 128 - code if code < 0 else code
+        self._exit_status = None
+        self._closed_s = None
+        self._pid = 0
+        died = {"kind": "died", "cause": signal.Signals(-code).name, "status": self._page.read()}
+        self._page.clear()
+        self._tell_coordinator(died)
+        return None
+
+    def _restart_spare(self) -> None:
+        """Start the spare of this node. It says `spare` once it has imported everything."""
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare.wait()
+        self._spare = self._start(self._seat._replace(is_spare=True))
+
+    def _fork_replacements(self) -> None:
+        """Pass the seats that need a process to the spare, or start the spare."""
+        if self._spare_link is None:
+            if self._spare is None:
+                self._restart_spare()
+            return
+        while self._asked:
+            try:
+                self._spare_link.send({"kind": "fork", "seat": self._asked[0]})
+            except OSError:
+                return  # its end is noticed, and another one is started
+            self._asked.pop(0)
+
+
+def _listen_at(address: str) -> socket.socket:
+    """Return a Unix socket that listens in the abstract namespace, which leaves no file."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{address}")
+    listener.listen()
+    return listener
+
+
+def connect_to(address: str) -> Connection:
+    """Connect to the agent at this address. Raises OSError if it is gone."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.connect(f"\0{address}")
+    return Connection(peer)
+
+
+def _lives(pid: int) -> bool:
+    """Return whether a process of this node exists and has not ended."""
+    return pid > 0 and process_id(pid).lives() is True
+
+
+def _die_with_parent() -> Callable[[], Any]:
+    """Return a function to call in a child process. It makes the kernel kill the child when this process ends."""
+    prctl = ctypes.CDLL(None).prctl  # looked up here: the child may only do little
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run_agent(words: Sequence[str], *, silent_s: float, max_in_row: int) -> int:
+    """Run an agent whose rank is `txl words`, until the rank has ended. Returns the exit code."""
+    command = [sys.executable, "-m", "txl_dist", *words]
+
+    def start(seat: Seat) -> subprocess.Popen[bytes]:
+        # torch prints a stack of C++ frames for each connection that a lost rank breaks.
+        environment = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | os.environ | {SEAT: seat.to_json()}
+        return subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent())
+
+    return Agent(start, silent_s=silent_s, max_in_row=max_in_row).run()

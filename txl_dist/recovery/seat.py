@@ -1,0 +1,72 @@
+"""The seat of a rank: all that an agent gives to the process that is the rank, and to each replacement of it.
+
+A seat outlives its processes. The agent holds it: a Unix socket for messages, a page with the rank's status, and two
+files in memory for copies of the rank's state. The process opens the files as /proc/AGENT/fd/NUMBER.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from txl_dist.io.files import parse_object, typed
+
+SEAT = "TXL_RECOVERY_SEAT"
+"""Environment variable with the seat of a process, as JSON. An agent sets it for its rank and for a spare."""
+GENERATION = "TXL_GENERATION"
+"""Environment variable with the generation in which a process is: 1 at the start of a job, plus 1 per recovery."""
+PLACE = ("RANK", "LOCAL_RANK", "CROSS_RANK", "GROUP_RANK", "ROLE_RANK", "CUDA_VISIBLE_DEVICES")
+"""Environment variables that differ between the ranks of a node. A replacement takes those of the lost rank."""
+
+
+class Seat(NamedTuple):
+    """Place of one rank in the job, which a replacement process can take. JSON stores it as a list."""
+
+    address: str
+    """Name of the agent's Unix socket in the abstract namespace, without the leading zero byte."""
+    agent: int
+    """Pid of the agent."""
+    status: int
+    """Number of the agent's descriptor of the status page."""
+    slots: list[int]
+    """Numbers of the agent's descriptors of the files for copies of the rank's state."""
+    coordinator: list[str]
+    """[port, key] of the coordinator, for the first process of rank 0. Empty for others."""
+    variables: dict[str, str]
+    """Environment variables of the rank (`PLACE`)."""
+    is_spare: bool = False
+    """Whether the process is a spare, which has no rank yet."""
+
+    def path_of(self, descriptor: int) -> str:
+        """Return the path at which other processes of this node open a file of the agent."""
+        return f"/proc/{self.agent}/fd/{descriptor}"
+
+    def to_json(self) -> str:
+        """Return the seat as text for the environment variable."""
+        return json.dumps(self)
+
+
+def read_seat(environment: Mapping[str, str]) -> Seat | None:
+    """Return the seat that an agent has set in this environment, or None without an agent."""
+    text = environment.get(SEAT)
+    if not text:
+        return None
+    return seat_of(parse_object(f'{{"seat": {text}}}')["seat"])
+
+
+def seat_of(values: object) -> Seat:
+    """Return the seat that JSON values describe. Raises ValueError for other values."""
+    return typed(Seat, values)
+
+
+def place_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the variables `PLACE` that are set."""
+    return {name: environment[name] for name in PLACE if name in environment}
+
+
+def take_seat(seat: Seat) -> None:
+    """Set the environment of this process to that of a rank with this seat. Called by a replacement after its fork."""
+    os.environ.update(seat.variables)
+    os.environ[SEAT] = seat.to_json()

@@ -1,0 +1,94 @@
+"""The sockets of the coordinator: a thread in the agent of rank 0, to which the agents of all ranks connect.
+
+Each line that an agent sends carries a random key, which rank 0 shares over the process group. A connection with
+another key is dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from txl_dist.console.echo import echo
+from txl_dist.distributed.connection import Connection, listen
+from txl_dist.recovery.coordinator import Coordinator
+
+TICK_S = 0.2
+"""Seconds between two judgements of the coordinator, if no message arrives."""
+
+
+class CoordinatorServer:
+    """Thread that runs the coordinator until `close`."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.key = secrets.token_hex(8)
+        self._coordinator = coordinator
+        self._server = listen()
+        self.port: int = self._server.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._ranks: dict[Connection, int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self, *, grace_s: float) -> None:
+        """End the thread after all agents have disconnected, or after `grace_s` seconds."""
+        end_s = time.monotonic() + grace_s
+        while any(rank >= 0 for rank in list(self._ranks.values())) and time.monotonic() < end_s:
+            time.sleep(0.02)
+        self._closing.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(TICK_S):
+                if key.fileobj is self._server:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            self._coordinator.tick(time.monotonic())
+            self._deliver()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the peer is gone already, or there is no descriptor left
+            peer, _ = self._server.accept()
+            connection = Connection(peer)
+            self._ranks[connection] = -1
+            self._selector.register(peer, selectors.EVENT_READ, connection)
+
+    def _hear(self, connection: Connection) -> None:
+        """Pass the messages of an agent to the coordinator. A connection that fails is dropped."""
+        try:
+            for message in connection.receive():
+                if message.get("key") != self.key:
+                    raise ValueError("another key")
+                rank = self._ranks[connection] = int(message["rank"])
+                self._coordinator.receive(rank, message, time.monotonic())
+        except (OSError, ValueError, TypeError, KeyError):
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection.peer)
+        connection.peer.close()
+        rank = self._ranks.pop(connection)
+        if rank >= 0:
+            self._coordinator.lose_agent(rank)
+
+    def _deliver(self) -> None:
+        """Print the coordinator's lines, and send its messages. An agent that cannot be reached is lost."""
+        for line in self._coordinator.lines:
+            with suppress(OSError):  # the terminal is gone
+                echo(f"txl: recovery: {line}", to=sys.stderr, flush=True)
+        self._coordinator.lines.clear()
+        while self._coordinator.outbox:
+            rank, message = self._coordinator.outbox.pop(0)
+            for connection in [peer for peer, number in self._ranks.items() if number == rank]:
+                try:
+                    connection.send(message)
+                except OSError:
+                    self._drop(connection)

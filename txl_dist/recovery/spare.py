@@ -1,0 +1,106 @@
+"""The start of an agent, and the spare process that forks replacements of lost ranks.
+
+    supervise            replaces the process that a launcher started by an agent. The pid stays the same
+    serve_replacements   the loop of a spare, which has imported everything. It returns in each replacement
+
+A spare holds modules only: no thread, no process group, no device. So a fork of it is a fresh process that need not
+import anything, and one spare serves any number of losses.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from txl_dist.distributed.connection import Connection
+from txl_dist.recovery.agent import SIGNALS, connect_to
+from txl_dist.recovery.seat import SEAT, Seat, read_seat, seat_of, take_seat
+
+_POLL_S = 0.05
+
+
+def supervise(words: Sequence[str], *, silent_s: float, max_in_row: int) -> None:
+    """Replace this process by an agent that runs `txl words`. Returns at once in a process that an agent has started.
+
+    `silent_s` and `max_in_row` are the settings of the section `recover`.
+    """
+    if SEAT in os.environ:
+        return
+    options = json.dumps({"words": list(words), "silent_s": silent_s, "max_in_row": max_in_row})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "txl_dist.recovery", options])
+
+
+def is_spare(environment: Mapping[str, str]) -> bool:
+    """Return whether an agent has started this process as a spare."""
+    seat = read_seat(environment)
+    return seat is not None and seat.is_spare
+
+
+def serve_replacements() -> None:
+    """Wait as a spare, and fork a replacement whenever the agent asks. Returns only in the replacements.
+
+    The caller has imported everything that a rank needs. The process ends when its agent has ended.
+    """
+    seat = read_seat(os.environ)
+    assert seat is not None
+    for number in SIGNALS:  # they are meant for ranks
+        signal.signal(number, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # a later collection does not look at the modules, so it takes 20 ms and not 300
+    agent = connect_to(seat.address)
+    agent.send({"kind": "spare", "pid": os.getpid()})
+    selector = selectors.DefaultSelector()
+    selector.register(agent.peer, selectors.EVENT_READ)
+    parents: dict[int, Connection] = {}
+    while True:
+        is_readable = bool(selector.select(_POLL_S if parents else None))
+        try:
+            messages = agent.receive() if is_readable else []
+        except (OSError, ValueError):
+            os._exit(0)
+        for message in messages:
+            if message["kind"] == "fork" and _fork(seat_of(message["seat"]), parents):
+                agent.peer.close()
+                return
+        _report_exits(parents)
+
+
+def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:
+    """Fork a replacement for the seat. Returns True in the replacement.
+
+    `parents` maps the pid of each replacement to a connection to its agent, over which its exit status is sent.
+    """
+    try:
+        link = connect_to(seat.address)
+    except OSError:
+        return False  # the job has ended meanwhile
+    pid = os.fork()
+    if pid:
+        parents[pid] = link
+        return False
+    for connection in (link, *parents.values()):
+        connection.peer.close()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    take_seat(seat)
+    return True
+
+
+def _report_exits(parents: dict[int, Connection]) -> None:
+    """Send the exit status of each replacement that has ended to the agent of its seat."""
+    for pid, link in list(parents.items()):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with suppress(OSError):  # that agent has ended
+                link.send({"kind": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+            link.peer.close()
+            del parents[pid]

@@ -1,0 +1,78 @@
+"""The status page of a rank: its heartbeat, step and phase, in memory that the agent shares and keeps.
+
+The rank writes, and its agent reads. So the agent knows the last step and phase of a rank that was killed, and sees
+within a fraction of a second that no thread of the rank runs any more. All times are of the monotonic clock, which is
+the same for all processes of a machine. A value may be read while it is written. The readers tolerate that.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from typing import NamedTuple
+
+PAGE_BYTES = 4096
+"""Size of the page in bytes."""
+_HEARTBEAT, _PROGRESS, _LIMIT, _STEP, _WAITING, _PHASE = 0, 8, 16, 24, 32, 40
+"""Offsets of the values in the page."""
+_PHASE_BYTES = 32
+
+
+class Status(NamedTuple):
+    """Values of a status page. JSON stores it as a list."""
+
+    silent_s: float
+    """Seconds since the last heartbeat, which a thread of the rank writes."""
+    idle_s: float
+    """Seconds since the main thread has begun its present phase."""
+    limit_s: float
+    """Seconds without progress after which the rank counts as hung. 0 means that the rank has not started."""
+    step: int
+    """Training step that the main thread has reached."""
+    phase: str
+    """Part of the step that the main thread has begun, for instance data or save."""
+    is_waiting: bool
+    """Whether the main thread is inside a collective."""
+
+
+class StatusPage:
+    """Status of one rank in a file in memory."""
+
+    def __init__(self, path: str | int) -> None:
+        """Map the file, which is a path or a descriptor. Raises OSError if that fails."""
+        descriptor = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size < PAGE_BYTES:
+                os.ftruncate(descriptor, PAGE_BYTES)
+            self._page = mmap.mmap(descriptor, PAGE_BYTES)
+        finally:
+            if not isinstance(path, int):
+                os.close(descriptor)
+
+    def heartbeat(self, *, is_waiting: bool) -> None:
+        """Note that a thread of the rank runs, and whether the main thread is inside a collective."""
+        struct.pack_into("q", self._page, _WAITING, is_waiting)
+        struct.pack_into("d", self._page, _HEARTBEAT, time.monotonic())
+
+    def progress(self, *, step: int, phase: str) -> None:
+        """Note that the main thread has begun a phase of a step."""
+        struct.pack_into("q", self._page, _STEP, step)
+        self._page[_PHASE : _PHASE + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
+        struct.pack_into("d", self._page, _PROGRESS, time.monotonic())
+
+    def set_limit(self, limit_s: float) -> None:
+        """Set the seconds without progress after which the rank counts as hung."""
+        struct.pack_into("d", self._page, _LIMIT, limit_s)
+
+    def clear(self) -> None:
+        """Forget the process that was the rank: its replacement is not silent yet."""
+        struct.pack_into("d", self._page, _LIMIT, 0.0)
+
+    def read(self) -> Status:
+        """Return the present values."""
+        now_s = time.monotonic()
+        heartbeat_s, progress_s, limit_s, step, is_waiting = struct.unpack_from("dddqq", self._page, 0)
+        phase = self._page[_PHASE : _PHASE + _PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
+        return Status(now_s - heartbeat_s, now_s - progress_s, limit_s, step, phase, bool(is_waiting))
