@@ -82,7 +82,8 @@ USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 Train on all GPUs of this machine, or on the nodes of a hostfile. Flags before the configuration file go to \
 the `deepspeed` launcher (deepspeed --help), and flags after it to `txl train` (txl train CONFIG.toml --help). \
 Without GPUs, one rank starts on the CPU, or N ranks with --num_accelerators N. On one machine the ranks \
-connect through a free port, unless --master_port sets one. --verbose also shows the launcher's own messages.
+connect through a free port, unless --master_port sets one. --verbose also shows the launcher's own messages. \
+--spares 1 replaces a lost rank inside the running job (recover.spares).
 
 SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process remains at the end. Exit codes:
   0     the run is done (RUN/DONE)
@@ -100,7 +101,7 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
     ranks will use. Raises ConfigError.
     """
     verbose = "--verbose" in words
-    words = [word for word in words if word != "--verbose"]
+    words = _with_spares([word for word in words if word != "--verbose"])
     config_at = _index_of_config(words)
     if config_at is None:
         if not {"-h", "--help"} & set(words):
@@ -133,6 +134,28 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
         os.environ.update(files.environment)
         flags += files.flags
         return launch_ranks(flags, train_words, run_dir=run_dir, seen_within_s=SEEN_WITHIN_S, verbose=verbose)
+
+
+def _with_spares(words: Sequence[str]) -> list[str]:
+    """Return the words with the launcher flag --spares N as the setting recover.spares. Raises ConfigError."""
+    config_at = _index_of_config(words)
+    kept: list[str] = []
+    spares = ""
+    remaining = iter(words[:config_at])
+    for word in remaining:
+        flag, is_joined, value = word.partition("=")
+        if flag != "--spares":
+            kept.append(word)
+            continue
+        spares = value if is_joined else next(remaining, "")
+        if not re.fullmatch(r"[01]", spares):
+            raise ConfigError(f"--spares {spares}: it must be 0 or 1, the number of spare processes per node.")
+    if config_at is None:
+        return kept
+    kept += words[config_at:]
+    if spares:
+        kept += ["--recover.spares", spares]
+    return kept
 
 
 def _index_of_config(words: Sequence[str]) -> int | None:

@@ -100,10 +100,25 @@ def train(argv: Sequence[str]) -> int:
     if arguments.resume in ("auto", "must") and (lines := _finished_lines(arguments, argv)):
         echo("\n".join(lines), to=sys.stderr)
         return 0
-    announce_ranks()
+    recover = arguments.settings.recover
+    if recover.spares:
+        from txl_dist.recovery.spare import supervise
+
+        supervise(["train", *argv], silent_s=recover.silent_s, max_in_row=recover.max_in_row)
+    else:
+        announce_ranks()
     from txl_dist.distributed.malloc import give_memory_back
 
     give_memory_back()  # before torch is imported
+    if recover.spares:
+        from txl_dist.recovery.spare import is_spare, serve_replacements
+        from txl_dist.train.monitoring.member import preload
+
+        preload()
+        if is_spare(os.environ):
+            serve_replacements()  # returns in a process that takes the place of a lost rank
+        else:
+            announce_ranks()
     from txl_dist.train.report.profile import parse_steps
     from txl_dist.train.start import pretrain
 

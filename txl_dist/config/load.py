@@ -34,6 +34,7 @@ from txl_dist.config.schema import (
     MetricsSection,
     ModelSection,
     OptimSection,
+    RecoverSection,
     Resume,
     RunSection,
     Section,
@@ -57,6 +58,7 @@ class Config(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
+    recover: RecoverSection = RecoverSection()
     metrics: MetricsSection = MetricsSection()
 
 

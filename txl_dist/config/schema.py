@@ -625,6 +625,18 @@ class GuardSection(Section):
     """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means never."""
 
 
+class RecoverSection(Section):
+    """Settings for the replacement of lost ranks inside the running job."""
+
+    spares: Annotated[int, Field(ge=0, le=1), FREE] = 0
+    """1: replace a rank that dies or freezes, by a spare process per node, and repeat the step. The state of the last
+    two steps stays in host memory. CPUs only. 0: a lost rank ends the job with exit code 76."""
+    silent_s: Annotated[float, Field(ge=1, le=3600), FREE] = 6.0
+    """Seconds without a heartbeat after which a rank counts as frozen."""
+    max_in_row: Annotated[PositiveInt, FREE] = 3
+    """Largest number of recoveries without a finished step between them. The next loss ends the job."""
+
+
 class MetricsSection(Section):
     """Settings that say which metrics are recorded, and how often."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -38,7 +39,9 @@ from txl_dist.train.checkpoint.engine_probe import check_probe
 from txl_dist.train.checkpoint.manager import CheckpointManager
 from txl_dist.train.checkpoint.memories import first_memories
 from txl_dist.train.checkpoint.read import load_checkpoint
+from txl_dist.train.checkpoint.recovery import Recovery
 from txl_dist.train.checkpoint.rewind import find_rewind
+from txl_dist.train.checkpoint.slots import StoredState
 from txl_dist.train.checkpoint.validate import SavedState
 from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.protocol import Engine
@@ -68,8 +71,9 @@ class Start(NamedTuple):
     """Result of the checks that rank 0 makes before the model is built. It contains the state from which training
     starts in this process. The result is the same on every rank."""
 
-    saved: SavedState | None
-    """Checkpoint to resume from, or None for a new run."""
+    step: int
+    """Number of optimizer steps that were finished before: that of the checkpoint or stored state, or 0 for a new
+    run."""
     stream: StreamState
     """Position in the training text from which each lane (batch row with its own token stream) reads."""
     tokenizer_json: str
@@ -78,13 +82,12 @@ class Start(NamedTuple):
     """Losses of the first validation split in nats per token, by step. They come from the run's metrics.jsonl."""
     warnings: list[str]
     """Warnings for the log, one sentence each."""
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps that were finished before: the checkpoint's step, or 0 for a new run."""
-        if self.saved:
-            return self.saved.step
-        return 0
+    newest: Path | None
+    """Newest complete checkpoint of the run, or None."""
+    saved: SavedState | None = None
+    """Checkpoint to resume from, or None."""
+    stored: StoredState | None = None
+    """State to continue from after the loss of a rank, or None. It differs between ranks."""
 
 
 class TrainingRun:
@@ -92,7 +95,7 @@ class TrainingRun:
 
     `go` runs the loop. `start` is the result of the checks, and `engine` holds the model and the optimizer. `watch`
     holds the monitors of the run, such as the watchdog. `profile` traces some steps, and `callbacks` are the user's own
-    code.
+    code. `recovery` stores the state after each step, if lost ranks are to be replaced.
     """
 
     def __init__(
@@ -103,9 +106,11 @@ class TrainingRun:
         watch: Watch,
         profile: StepProfile,
         callbacks: Callbacks,
+        recovery: Recovery,
     ) -> None:
         config = context.config
         self.context = context
+        self.recovery = recovery
         self.start = start
         self.engine = engine
         self.watch = watch
@@ -131,6 +136,7 @@ class TrainingRun:
             seed=config.run.seed,
             first_lane=context.lanes.start,
             scored_len=None if scored_varies else context.scored_len,
+            before_reduction=recovery.wait,
         )
         sets_norm = "clip_norm" in config.optim.model_fields_set
         self.clipping = Clipping(config.optim.clip_norm, is_default=not sets_norm)
@@ -146,7 +152,7 @@ class TrainingRun:
             engine,
             self.maker,
             self.reporter,
-            newest=start.saved.folder if start.saved else None,
+            newest=start.newest,
             evaluated=self.evaluated,
             callbacks=self.callbacks,
         )
@@ -159,23 +165,28 @@ class TrainingRun:
         """
         try:
             state = self._first_state()
-            self._report_start(state)
+            if self.start.stored is None:
+                self._report_start(state)
             if state.step > self.max_steps:
                 warn_for_all(
                     "the run is already at step %d, which is past train.max_steps=%d", state.step, self.max_steps
                 )
             self._start_callbacks(state)
+            if self.start.stored is not None and self.saving.is_due(state.step):
+                self.saving.begin(state)  # the loss may have interrupted this save
             if state.step and self.observer.should_evaluate(state.step) and state.step not in self.evaluated:
                 self._observe(state)  # an earlier process ended before this evaluation did
             self._repeat_validation(state)
             while not self.stopped and state.step < self.last_step:
                 state = self._train_from(state)
+            self.recovery.wait()
             ending = self._ending(state)
             if state.step > 0:
                 self.saving.finish_last(state, patience_s=_PATIENCE_S[ending], stopped=self.stopped)
             self._report_clipping(step=state.step)
             self.reporter.write("event", {"event": ending, "step": state.step})
         finally:
+            self.recovery.leave(self.saving.abandon)
             self.reporter.close()
         return state
 
@@ -192,6 +203,10 @@ class TrainingRun:
         """Return the state that training starts from: a loaded checkpoint, or the initial state of a new run."""
         start = self.start
         self.watch.watchdog.beat("load", step=start.step)
+        if start.stored is not None:
+            state = start.stored.load(self.engine)
+            self.recovery.mark_loaded()
+            return state
         if start.saved is not None:
             return self._load(start.saved, start.stream)
         train = self.context.config.train
@@ -302,8 +317,10 @@ class TrainingRun:
                 if is_first or is_last or step % config.metrics.log_every_steps == 0:
                     self._report(state, interval)
                     interval = Interval(clip_norm=config.optim.clip_norm)
+                self.recovery.store(state, self.engine)  # after the report, so that no stored step lacks its record
                 with interval.paused():
                     if is_last or votes.save or self.saving.is_due(step):
+                        self.recovery.wait()
                         self.saving.begin(state)
                     if not self.stopped:
                         self._observe(state)
@@ -324,6 +341,7 @@ class TrainingRun:
         self.watch.beat("step")
         lr = learning_rate(state.step, config.optim, max_steps=self.max_steps)
         memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
+        failpoint("decided", step=step)
         self.guard.check_replicas(self.engine.named_values(), step=step)
         with interval.paused():
             layer_stats = measure_layer_stats(
@@ -339,9 +357,11 @@ class TrainingRun:
             self.reporter.write("layers", layer_stats.layers)
         with record_function("update"):
             self.engine.step(lr=lr, grad_norm=decision.grad_norm)
+        failpoint("updated", step=step)
         if step == self.start.step + 1:  # no later step takes as long as the first
             set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
+            self._report_recovery(step)
         skipped = not math.isfinite(decision.grad_norm)
         try:
             health = self.guard.judge(state, decision, step=step)
@@ -385,6 +405,12 @@ class TrainingRun:
             )
         return after, decision.votes
 
+    def _report_recovery(self, step: int) -> None:
+        """Write the `recovered` event after the first step that follows the loss of a rank."""
+        facts = self.recovery.mark_step()
+        if facts is not None:
+            self.reporter.write("event", {"event": "recovered", "step": step, **facts})
+
     def _votes(self) -> StepFlags:
         """Return this rank's flags for the next all-reduce: stop requested, checkpoint files written, and time for a
         new checkpoint."""
@@ -405,6 +431,7 @@ class TrainingRun:
         run_on_rank0(lambda: quarantine(self.context.run_dir, newer_than=saved.folder, word="rewound"))
         self.saving.set_newest(saved.folder)
         self.observer.forget(after=saved.step)
+        self.recovery.wait()
         loaded = self._load(saved, stream)
         self._repeat_validation(loaded)
         warn_for_all(
@@ -483,6 +510,8 @@ class TrainingRun:
         A stop request interrupts both and ends the run. With `checkpoint.keep_best` the state is saved if its
         validation loss is the lowest so far.
         """
+        if self.observer.should_sample(state.step) or self.observer.should_evaluate(state.step):
+            self.recovery.wait()  # an evaluation may exchange weights and averages
         try:
             if self.observer.should_sample(state.step):
                 self._before_segment(state.step)

@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 
-from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
+from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints
 from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.data.loader.corpora import Corpora
+from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import (
     RankInfo,
     barrier,
     distributed_context,
     gather_objects,
+    get_rank,
+    local_world_size,
     run_on_all_ranks,
     run_on_rank0,
 )
@@ -34,13 +37,16 @@ from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
+from txl_dist.train.checkpoint.recovery import InJobRecovery, Recovery
+from txl_dist.train.checkpoint.slots import Share
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.loop import Start, TrainingRun
+from txl_dist.train.monitoring.member import Member, RegroupError, join_agent
 from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
-from txl_dist.train.monitoring.watch import Watch
+from txl_dist.train.monitoring.watch import Monitor, Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
 from txl_dist.train.preflight import describe_batch, describe_data, warnings_on_repetition
 from txl_dist.train.report.profile import StepProfile
@@ -83,6 +89,9 @@ def pretrain(
     check_paths(config.data.paths, run_dir=config.run.dir, init=config.run.init, resume=resume)
     called = Callbacks(callbacks)
     run_dir = Path(config.run.dir)
+    member = join_agent()
+    if member is not None:
+        return _pretrain_with_recovery(config, member, called, resume=resume, max_time_s=max_time_s, profile=profile)
     with ExitStack() as stack:
         ranks = stack.enter_context(
             distributed_context(timeout_s=config.engine.start_timeout_s, num_threads=config.engine.num_threads)
@@ -96,7 +105,7 @@ def pretrain(
         stack.callback(watchdog.close)
         try:
             traced = StepProfile(profile if ranks.is_rank0 else range(0), folder=run_dir / PROFILE)
-            return _train(config, stack, ranks, stops, watchdog, traced, called, resume=resume)
+            return _train(config, stack, ranks, stops, watchdog, traced, called, None, resume=resume)
         except TxlError as error:
             note_in_file(f"the run ends: {error}")
             watchdog.report(error)
@@ -113,18 +122,61 @@ def pretrain(
             raise LostRankError(cause) from error  # an empty message is not printed: another rank prints it
 
 
+def _pretrain_with_recovery(
+    config: Config, member: Member, called: Callbacks, *, resume: str, max_time_s: float, profile: range
+) -> RunResult:
+    """Train as `pretrain` does, in one generation after another until the run ends.
+
+    If a rank is lost, the other ranks leave the process groups, and start again in the same processes from the newest
+    state that all ranks have stored. Raises TxlError as `pretrain` does.
+    """
+    run_dir = Path(config.run.dir)
+    with ExitStack() as process_stack:
+        process_stack.callback(member.close, run_dir)
+        is_rank0 = get_rank() == 0
+        stops = PreemptionRequests(
+            stop_file=run_dir / STOP if is_rank0 else None, max_time_s=max_time_s if is_rank0 else 0.0
+        )
+        process_stack.callback(stops.close)
+        traced = StepProfile(profile if is_rank0 else range(0), folder=run_dir / PROFILE)
+        while True:
+            member.leave()
+            with suppress(RegroupError), member.regrouping(), ExitStack() as stack:
+                with member.collecting():
+                    ranks = stack.enter_context(
+                        distributed_context(
+                            timeout_s=config.engine.start_timeout_s,
+                            num_threads=config.engine.num_threads,
+                            store=member.open_store(),
+                        )
+                    )
+                start_logging(rank=ranks.rank)
+                member.limit(config.engine.start_timeout_s)
+                if member.generation == 1:
+                    member.share_coordinator()
+                try:
+                    return _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
+                except TxlError as error:
+                    note_in_file(f"the run ends: {error}")
+                    raise
+
+
 def _train(
     config: Config,
     stack: ExitStack,
     ranks: RankInfo,
     stops: PreemptionRequests,
-    watchdog: Watchdog,
+    watchdog: Monitor,
     profile: StepProfile,
     callbacks: Callbacks,
+    member: Member | None,
     *,
     resume: str,
 ) -> RunResult:
-    """Check and lock the run, then train one phase after another. Raises TxlError on all ranks."""
+    """Check and lock the run, then train one phase after another. Raises TxlError on all ranks.
+
+    `member` is this rank's part in recovery, or None without recovery.
+    """
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
     _check_plugins()
@@ -139,10 +191,11 @@ def _train(
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
+    recovery = _recovery_of(member, ranks, zero_stage=config.engine.zero_stage)
     while True:
-        context, start, engine = _begin(plan, watch, resume=resume)
+        context, start, engine = _begin(plan, watch, recovery, resume=resume)
         with _closing(engine, ranks):
-            run = TrainingRun(context, start, engine, watch, profile, callbacks)
+            run = TrainingRun(context, start, engine, watch, profile, callbacks, recovery)
             state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
@@ -170,6 +223,20 @@ def _train(
     return result
 
 
+def _recovery_of(member: Member | None, ranks: RankInfo, *, zero_stage: int) -> Recovery:
+    """Return the recovery of a run in which this rank is `member`.
+
+    At ZeRO stage 0 the ranks of a node divide the copies of the state, because all of them hold the same weights.
+    """
+    if member is None:
+        return Recovery()
+    if zero_stage == 0:
+        share = Share(ranks.local_rank, local_world_size(ranks.world_size))
+    else:
+        share = Share(0, 1)
+    return InJobRecovery(member, share=share)
+
+
 @contextmanager
 def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
     """Return a context manager that closes the engine at the end of its block, also after an error.
@@ -187,34 +254,46 @@ def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
     engine.close()
 
 
-def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
+def _begin(plan: RunPlan, watch: Watch, recovery: Recovery, *, resume: str) -> tuple[RunContext, Start, Engine]:
     """Start the phase in which the run continues: choose a checkpoint, open the run directory, build the engine.
 
-    Returns (the context of the phase, the result of the checks, the engine).
+    After the loss of a rank the newest stored state takes the place of a checkpoint, if there is one. Returns (the
+    context of the phase, the result of the checks, the engine).
     """
-    choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
-    stage = plan.stage_at(choice.saved.step if choice.saved else 0)
+    stored = recovery.take_stored()
+    if stored is not None and stored.step > plan.stage_at(stored.step).context.steps.start:
+        choice = Choice(None, [])
+        stage = plan.stage_at(stored.step)
+    else:
+        stored = None  # a phase begins from the checkpoint of the phase before
+        choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
+        stage = plan.stage_at(choice.saved.step if choice.saved else 0)
     context = stage.context
     config = context.config
-    start = run_on_rank0(lambda: _check_run(stage, choice))
+    if stored is None:
+        start = run_on_rank0(lambda: _check_run(stage, choice))
+    else:
+        start = run_on_rank0(lambda: _restart(context, step=stored.step, stream=stored.stream))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
     for corpus in context.corpora.opened:
         corpus.tokenizer = tokenizer  # rank 0 has read it for all, so no rank reads the storage and fails alone
     weights = None
-    if config.run.init and start.saved is None:
+    if config.run.init and start.step == 0:
         weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first))
     run_on_rank0(lambda: _open_run(plan, start))
     watch.watchdog.write_stacks_to(plan.run_dir / STACKS)
     last_step = context.steps.stop
     end = start.stream.advanced((last_step - start.step) * config.train.step_len)
-    for line in describe_batch(context, num_parameters=plan.num_parameters):
-        logger.info(line)
-    for line in describe_data(context.corpora.train, end, last_step=last_step):
-        logger.info(line)
+    if stored is None:
+        for line in describe_batch(context, num_parameters=plan.num_parameters):
+            logger.info(line)
+        for line in describe_data(context.corpora.train, end, last_step=last_step):
+            logger.info(line)
     if weights is not None:
         logger.info("the run starts with the weights of %s", config.run.init)
-    engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=plan.ranks, weights=weights)
-    return context, start, engine
+    with recovery.collecting():
+        engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=plan.ranks, weights=weights)
+    return context, start._replace(stored=stored), engine
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:
@@ -288,7 +367,25 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
     warnings += warnings_on_repetition(corpora.train, end, step_len=step_len, last_step=last_step)
     warnings += stage.warnings.size
     warnings += stage.warnings.settings
-    return Start(saved, stream, tokenizer_json, evaluated_losses(context.run_dir, up_to=step), warnings)
+    evaluated = evaluated_losses(context.run_dir, up_to=step)
+    newest = saved.folder if saved else None
+    return Start(step, stream, tokenizer_json, evaluated, warnings, newest=newest, saved=saved)
+
+
+def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:
+    """Return, on rank 0, how training starts from a stored state after the loss of a rank.
+
+    The run has passed all checks before, so nothing is checked again.
+    """
+    checkpoints = list_checkpoints(context.run_dir)
+    return Start(
+        step,
+        stream,
+        context.corpora.first.tokenizer.to_json(),
+        evaluated_losses(context.run_dir, up_to=step),
+        warnings=[],
+        newest=checkpoints[-1] if checkpoints else None,
+    )
 
 
 def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
@@ -323,7 +420,10 @@ def _open_run(plan: RunPlan, start: Start) -> None:
         # Newer checkpoints are damaged and were skipped: they must not count among the checkpoints to keep.
         quarantine(run_dir, newer_than=checkpoint, word="damaged")
     start_logging(rank=0, file=run_dir / LOG)
-    logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
+    if checkpoint is None and start.step:
+        logger.info("recovery: from the state after step %d, which all ranks have stored", start.step)
+    else:
+        logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
     for sentence in start.warnings:
         logger.warning(sentence)
 

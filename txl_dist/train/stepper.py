@@ -8,7 +8,7 @@ not finite: weights, moments and memories stay unchanged, and the step's text is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,12 +57,14 @@ class Stepper:
         seed: int,
         first_lane: int,
         scored_len: int | None,
+        before_reduction: Callable[[], None] = lambda: None,
     ) -> None:
         """Store the values that are the same for all steps.
 
         The caller starts `clock` before it asks for the data of a step. `seed` is the seed of the run. `first_lane` is
         the global id of this rank's first lane (batch row). `scored_len` is the number of scored targets per lane and
-        step, or None if this number varies.
+        step, or None if this number varies. `before_reduction` is called before the results of all ranks are combined:
+        this rank then takes part in no further step until it returns.
         """
         self._engine = engine
         self._clock = clock
@@ -71,6 +73,7 @@ class Stepper:
         self._seed = seed
         self._first_lane = first_lane
         self._scored_len = scored_len
+        self._before_reduction = before_reduction
 
     def __call__(
         self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: StepFlags
@@ -105,6 +108,8 @@ class Stepper:
             after.append(memory)
         with record_function("exchange"):
             grad_norm = self._engine.grad_norm()
+        self._before_reduction()
+        failpoint("vote", step=step)
         decision = reduce_step(
             torch.stack(losses).mean(),
             grad_norm,

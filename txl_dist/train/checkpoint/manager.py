@@ -185,6 +185,10 @@ class CheckpointManager:
         self._callbacks.end_save(SaveEnd(result.step, result.folder))
         return True
 
+    def abandon(self) -> None:
+        """End a save that is in progress without committing it. This rank then leaves the job or its generation."""
+        self._saver.abandon()
+
     def _plan_retry(self, step: int) -> None:
         """Plan another save after a tenth of the save interval. The interval is in steps, or in minutes if only minutes
         are set."""

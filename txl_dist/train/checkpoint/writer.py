@@ -84,6 +84,7 @@ class AsyncWriter:
         self._written: dict[str, dict[str, Any]] = {}
         self._num_bytes = 0
         self._error: Exception | None = None
+        self._is_abandoned = False
 
     @property
     def in_flight(self) -> bool:
@@ -174,6 +175,17 @@ class AsyncWriter:
             )
             return SaveResult(step, final, self._needed / 2**30, str(error))
         return SaveResult(step, final, self._needed / 2**30, "")
+
+    def abandon(self) -> None:
+        """End a save in progress without committing it. The next start removes its temporary folder."""
+        self._is_abandoned = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _check_wanted(self) -> None:
+        """Raise OSError in the thread if the save was abandoned."""
+        if self._is_abandoned:
+            raise OSError("the save was abandoned")
 
     def _wait(self) -> None:
         """Wait until all ranks have written their files.
@@ -279,6 +291,7 @@ class AsyncWriter:
 
         def on_progress(num_bytes: int) -> None:
             self._num_bytes += num_bytes
+            self._check_wanted()
             failpoint("save-file-half", step=step)
 
         return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
@@ -289,6 +302,7 @@ class AsyncWriter:
         step = self._step
         try:
             for name, write in files.items():
+                self._check_wanted()
                 path = temporary / name
                 for folder in (temporary.parent, temporary, path.parent):  # all but the run directory
                     folder.mkdir(exist_ok=True)

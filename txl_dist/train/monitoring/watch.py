@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from txl_dist.errors import CheckpointError
 from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock
-from txl_dist.train.monitoring.watchdog import Watchdog
+
+
+class Monitor(Protocol):
+    """Interface of the monitor of this rank's main thread: the watchdog, or with recovery the link to the agent."""
+
+    def beat(self, phase: str, *, step: int | None = None) -> None:
+        """Record that the main thread has begun a phase of the step. Without `step` the step number stays the same."""
+
+    def limit(self, limit_s: float) -> None:
+        """Set the number of seconds without a beat after which a rank counts as hung."""
+
+    def write_stacks_to(self, folder: Path | None) -> None:
+        """Write stack traces to a file in this folder, and not to standard error."""
 
 
 class Watch(NamedTuple):
@@ -17,7 +30,7 @@ class Watch(NamedTuple):
     """
 
     stops: PreemptionRequests
-    watchdog: Watchdog
+    watchdog: Monitor
     lock: RunLock | None
     """Lock of the run directory on rank 0. It is None on other ranks."""
     nonce: str

@@ -1,0 +1,351 @@
+"""A rank's end of recovery: its link to the agent, and the way from one generation to the next in the same process.
+
+    steps --an error in a collective, or a newer plan--> cut --> unwind --> `leave` --> ready --> meet --> steps
+
+With recovery the member takes the watchdog's place: the loop's heartbeats go to the status page, which the agent reads,
+and the coordinator decides which rank is at fault. A thread writes heartbeats and receives plans. When a plan arrives,
+it shuts down the sockets of the present process groups, again and again until the main thread has left. So the main
+thread raises an error in its collective, wherever it is, and `regrouping` turns this error into `RegroupError`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
+
+from txl_dist.artifacts import STACKS
+from txl_dist.distributed.collectives import broadcast_object, is_waiting, uses_gpu
+from txl_dist.distributed.connection import Message
+from txl_dist.distributed.socket_cut import SocketCut
+from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError
+from txl_dist.fault_injection import failpoint
+from txl_dist.io.files import open_to_append
+from txl_dist.recovery.agent import connect_to
+from txl_dist.recovery.coordinator import Loss
+from txl_dist.recovery.seat import GENERATION, Seat, read_seat
+from txl_dist.recovery.status import StatusPage
+from txl_dist.train.engine.regroup import check_regroup, leave_groups
+from txl_dist.train.engine.zero import import_deepspeed
+from txl_dist.train.monitoring.watchdog import is_in_collective
+
+HEARTBEAT_S = 0.25
+"""Seconds between two heartbeats on the status page."""
+CUT_EVERY_S = 0.05
+"""Seconds between two cuts while the main thread has not left its generation."""
+PLAN_S = 5.0
+"""Seconds to wait for a plan after an error in a collective. Without a plan the error is this rank's own."""
+CONNECT_S = 1
+"""Seconds of one attempt to connect to the store of a generation, which exists already."""
+STORE_S = 60
+"""Timeout in seconds of the store through which ranks connect. The store exists before any rank connects."""
+_MODULES = (
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.plugins.hparams.summary_v2",
+    "tensorboard.plugins.text.summary_v2",
+    "tensorboard.summary.writer.record_writer",
+    "torch._dynamo",  # with the first optimizer
+    "torch._subclasses.schema_check_mode",
+    "deepspeed.module_inject.auto_ep_layer",  # these with the first engine
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory",
+    "txl_dist.train.start",
+)
+"""Modules that training imports late. A spare imports them before it is needed."""
+
+
+class RegroupError(BaseException):
+    """Signal that this rank must leave its generation, because another rank was lost.
+
+    It is no `Exception`, so that no handler of errors reports it on its way to the start of the run.
+    """
+
+
+def preload() -> None:
+    """Import everything that training needs, and take it out of the garbage collector's sight.
+
+    A later collection then takes 20 ms and not 300, in which the rank would look frozen. Raises ConfigError if this
+    machine or these versions do not support recovery.
+    """
+    if uses_gpu():
+        raise ConfigError("recover.spares works on CPUs only so far. Set DS_ACCELERATOR=cpu, or recover.spares to 0.")
+    import_deepspeed()
+    check_regroup()
+    for name in _MODULES:
+        with suppress(ImportError):  # the list is of one version, and what is missing costs time only
+            import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def join_agent() -> Member | None:
+    """Connect to the agent that has started this process. Returns None without an agent."""
+    seat = read_seat(os.environ)
+    if seat is None:
+        return None
+    return Member(seat)
+
+
+class Member:
+    """This rank as a member of the generations of its job. The main thread makes it."""
+
+    def __init__(self, seat: Seat) -> None:
+        """Connect to the agent, and start the thread. Raises LostRankError if the agent is gone."""
+        self.generation = 1
+        self.recovered: Message | None = None
+        """Plan of the last recovery, until its first step is reported. None without a recovery."""
+        self._seat = seat
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._main = threading.get_ident()
+        self._page = StatusPage(seat.path_of(seat.status))
+        self._step = 0
+        self._stacks_fd = 2
+        self._plan: Message = {"generation": 1}
+        self._meeting: Message = {"generation": 1}
+        self._met_s = 0.0
+        self._is_ended = False
+        self._condition = threading.Condition()
+        self._cut = SocketCut()
+        self._store: TCPStore | None = None
+        try:
+            self._agent = connect_to(seat.address)
+        except OSError as error:
+            raise LostRankError("the agent of this rank is gone. The same command starts again.") from error
+        self._tell({"kind": "rank", "pid": os.getpid()})
+        self.beat("start")
+        self._page.heartbeat(is_waiting=False)
+        self._thread = threading.Thread(target=self._run, name="member", daemon=True)
+        self._thread.start()
+        if not is_first_process(seat):
+            self._wait_for_plan()
+
+    @property
+    def slots(self) -> list[str]:
+        """Paths of the two slots for copies of this rank's state."""
+        return [self._seat.path_of(slot) for slot in self._seat.slots]
+
+    def beat(self, phase: str, *, step: int | None = None) -> None:
+        """Record that the main thread has begun a phase of the step."""
+        if step is not None:
+            self._step = step
+        self._page.progress(step=self._step, phase=phase)
+
+    def limit(self, limit_s: float) -> None:
+        """Set the number of seconds without a beat after which this rank counts as hung."""
+        self._page.set_limit(limit_s)
+
+    def write_stacks_to(self, folder: Path | None) -> None:
+        """Write stack traces to a file in this folder when the agent ends a rank that hangs."""
+        if folder is not None and self._stacks_fd == 2:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stacks_fd = open_to_append(folder / f"rank_{self._rank:05d}.txt")
+        faulthandler.enable(file=self._stacks_fd, all_threads=True)
+
+    def close(self, run_dir: Path) -> None:
+        """Announce that this process ends by itself, and that it must not be replaced."""
+        self._tell({"kind": "leaving"})
+        faulthandler.enable(file=2)
+        with suppress(OSError):  # files of other ranks may be in the folder
+            stacks = run_dir / STACKS / f"rank_{self._rank:05d}.txt"
+            if stacks.stat().st_size == 0:
+                stacks.unlink()
+            stacks.parent.rmdir()
+
+    def share_coordinator(self) -> None:
+        """Give all agents the address of the coordinator, in the first generation. All ranks call it together."""
+        port, key = broadcast_object(self._seat.coordinator if self._rank == 0 else ["", ""])
+        self._tell({"kind": "coordinator", "host": _meeting_host(), "port": int(port), "key": key})
+
+    def open_store(self) -> Store | None:
+        """Return the store through which the ranks of this generation connect. None means the launcher's rendezvous."""
+        if self.generation == 1:
+            return None
+        failpoint("meet", step=self.generation)
+        store = self._store or self._connect_to_store()
+        return PrefixStore(f"generation{self.generation}", store)
+
+    def _connect_to_store(self) -> TCPStore:
+        """Connect to the store in the process of rank 0. Raises OSError if that is not possible.
+
+        While torch connects it cannot be interrupted. So it gets little time, again and again until a newer plan shows
+        that rank 0 was lost too.
+        """
+        host = _meeting_host()
+        port = int(self._meeting["port"])
+        end_s = time.monotonic() + STORE_S
+        while not self._is_superseded() and not self._is_ended and time.monotonic() < end_s:
+            with suppress(DistNetworkError, DistStoreError, OSError):
+                socket.create_connection((host, port), timeout=CONNECT_S).close()
+                timeout = timedelta(seconds=CONNECT_S)
+                store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+                store.set_timeout(timedelta(seconds=STORE_S))
+                return store
+            time.sleep(CUT_EVERY_S)
+        raise ConnectionError(f"the store of generation {self.generation} at {host}:{port} is gone")
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Return a context manager whose block makes process groups, which a newer plan cuts."""
+        with self._cut.collecting():
+            yield
+
+    @contextmanager
+    def regrouping(self) -> Iterator[None]:
+        """Return a context manager that raises RegroupError for an error that the loss of a rank has caused.
+
+        An error of this rank itself is raised unchanged. LostRankError without a message is raised if the job ends
+        because of another rank.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._is_caused_by_loss(error):
+                raise RegroupError from None
+            if self._is_ended and not isinstance(error, TxlError):
+                raise LostRankError("") from error  # an empty message is not printed: the coordinator prints it
+            raise
+
+    def leave(self) -> None:
+        """Leave the present generation, and return when all ranks are ready to meet in the newest one.
+
+        Does nothing if this generation is the newest. Raises LostRankError if the job ends meanwhile.
+        """
+        while self._is_superseded():
+            self._begin_generation()
+            failpoint("leave", step=self.generation)
+            leave_groups()
+            self._cut = SocketCut()
+            port = 0
+            if self._rank == 0:
+                with self._cut.collecting():
+                    self._store = TCPStore(_meeting_host(), 0, is_master=True, wait_for_workers=False)
+                port = self._store.port
+            self._tell({"kind": "ready", "generation": self.generation, "port": port})
+            with self._condition:
+                self._condition.wait_for(lambda: self._has_met() or self._is_superseded() or self._is_ended)
+            if self._is_ended:
+                raise LostRankError("")
+            if self._has_met():
+                self._met_s = time.monotonic()
+                return
+
+    def mark_loaded(self) -> None:
+        """Note that the state of the newest common version is loaded."""
+        failpoint("loaded", step=self.generation)
+        if self.recovered is not None:
+            self.recovered["loaded_s"] = time.monotonic()
+
+    def mark_step(self) -> dict[str, Any] | None:
+        """Note that the first step of this generation is finished. Returns the facts of a recovery, or None."""
+        self._tell({"kind": "stepped", "generation": self.generation})
+        plan = self.recovered
+        self.recovered = None
+        if plan is None:
+            return None
+        losses = [Loss(*loss) for loss in plan["losses"]]
+        loaded_s = plan.get("loaded_s", self._met_s)
+        return {
+            "generation": self.generation,
+            "ranks": [loss.rank for loss in losses],
+            "why": "; ".join(str(loss) for loss in losses),
+            "notice_s": max(loss.notice_s for loss in losses),
+            "regroup_s": round(self._met_s - plan["began_s"], 3),
+            "restore_s": round(loaded_s - self._met_s, 3),
+            "redo_s": round(time.monotonic() - loaded_s, 3),
+        }
+
+    def _begin_generation(self) -> None:
+        """Take over the newest plan."""
+        with self._condition:
+            self.recovered = dict(self._plan)
+            self.generation = int(self._plan["generation"])
+        os.environ[GENERATION] = str(self.generation)
+        self.beat("leave")
+
+    def _wait_for_plan(self) -> None:
+        """Wait in a replacement for the plan with which it joins. Raises LostRankError if the job ends."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_superseded() or self._is_ended)
+        if self._is_ended:
+            raise LostRankError("")
+
+    def _has_met(self) -> bool:
+        return bool(self._meeting["generation"] == self.generation) and not self._is_superseded()
+
+    def _is_superseded(self) -> bool:
+        return int(self._plan["generation"]) > self.generation
+
+    def _is_caused_by_loss(self, error: Exception) -> bool:
+        """Return whether a newer plan explains an error of the main thread. This can take a few seconds."""
+        if isinstance(error, TxlError) and not isinstance(error, LostRankError):
+            return self._is_superseded()
+        self._cut.cut()  # the others need not wait for this rank
+        self.beat("regroup")
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_superseded() or self._is_ended, PLAN_S)
+        return self._is_superseded()
+
+    def _tell(self, message: Message) -> None:
+        """Send a message to the agent. This process ends if the agent is gone."""
+        try:
+            self._agent.send(message)
+        except OSError:
+            os._exit(HANG)
+
+    def _run(self) -> None:
+        """Write heartbeats and receive plans, in the thread. If the agent is gone, this process ends."""
+        selector = selectors.DefaultSelector()
+        selector.register(self._agent.peer, selectors.EVENT_READ)
+        while True:
+            must_leave = self._is_superseded() or self._is_ended
+            if selector.select(CUT_EVERY_S if must_leave else HEARTBEAT_S):
+                try:
+                    messages = self._agent.receive()
+                except (OSError, ValueError):
+                    os._exit(HANG)
+                for message in messages:
+                    self._receive(message)
+            frame = sys._current_frames().get(self._main)
+            self._page.heartbeat(is_waiting=is_waiting(self._main) or is_in_collective(frame))
+            del frame
+            if self._is_superseded() or self._is_ended:
+                self._cut.cut()
+
+    def _receive(self, message: Message) -> None:
+        """Act on a message of the agent, in the thread."""
+        with self._condition:
+            if message["kind"] == "plan":
+                self._plan = message
+            elif message["kind"] == "meet":
+                self._meeting = message
+            elif message["kind"] == "end":
+                self._is_ended = True
+            self._condition.notify_all()
+
+
+def is_first_process(seat: Seat) -> bool:
+    """Return whether this process is the first of its rank, and no replacement. The agent is the parent of the first
+    one only."""
+    return os.getppid() == seat.agent
+
+
+def _meeting_host() -> str:
+    """Return the address of the node of rank 0."""
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
