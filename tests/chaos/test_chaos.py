@@ -16,6 +16,7 @@ from tests.chaos.lab import Case, Lab
 from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
+from tests.chaos.recovery import ended, replaced, storm
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
@@ -112,6 +113,37 @@ def test_a_full_disk_is_survived(lab: Lab) -> None:
     if not can_mount(lab.folder):
         pytest.skip("mounting a small disk is not allowed here")
     assert_passed(full_disk(lab))
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "ranks"),
+    [
+        pytest.param("kill:1:10:step", 1, 2, marks=pytest.mark.smoke),
+        pytest.param("kill:0:10:updated", 3, 2, marks=pytest.mark.smoke),
+        ("kill:0:10:step,kill:1:10:step", 0, 2),
+        ("kill:1:10:step,kill:0:2:leave@2", 2, 2),
+        pytest.param("kill:1:10:step,kill:0:2:meet@2", 1, 2, marks=pytest.mark.nightly),
+        pytest.param("kill:3:10:half-stored", 3, 4, marks=pytest.mark.nightly),
+        pytest.param("stop:1:10:step", 1, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_lost_rank_is_replaced_and_changes_no_bit(lab: Lab, fault: str, stage: int, ranks: int) -> None:
+    assert_passed(replaced(lab, fault, stage=stage, ranks=ranks))
+
+
+def test_recovery_changes_no_bit_of_a_run_that_nothing_befalls(lab: Lab) -> None:
+    differences = differences_of(lab.unbroken("--recover.spares", "1"), lab.unbroken())
+    assert [one for one in differences if "config" not in one] == []
+
+
+def test_a_loss_that_comes_again_ends_the_job_with_its_reason(lab: Lab) -> None:
+    assert_passed(ended(lab, "kill:1:10:step@*", reason="The same happened before at this step"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", range(4))
+def test_a_storm_of_kills_changes_no_bit(lab: Lab, stage: int) -> None:
+    assert_passed(storm(lab, kills=25, stage=stage, ranks=4))
 
 
 def test_nan_on_one_rank_is_a_skipped_step_on_all(lab: Lab) -> None:

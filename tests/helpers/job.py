@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from tests.helpers import forked
 from tests.helpers.forked import free_port
+from tests.helpers.supervised import run_supervised
 
 GRACE_S = 1.0
 """Seconds from the first failure of a rank to SIGTERM for the other ranks. `launch.py` checks every second."""
@@ -56,7 +57,8 @@ class Job:
         self._processes = []
         for rank in range(ranks):
             variables = forked.environment(**forked.place(rank, ranks, self._port), TXL_FAILPOINTS=fault)
-            self._processes.append(forked.start(forked.run_txl, *words, variables=variables, cwd=cwd, out=log))
+            program = run_supervised if "--recover.spares" in words else forked.run_txl
+            self._processes.append(forked.start(program, *words, variables=variables, cwd=cwd, out=log))
 
     def __enter__(self) -> Job:
         return self

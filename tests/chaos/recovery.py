@@ -1,0 +1,136 @@
+"""Lost ranks are replaced inside the running job: the result is that of a run that nothing befell, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from tests.chaos.lab import Case, Lab, Trial
+from tests.chaos.runs import Run
+from tests.helpers.job import Job
+
+ON = ("--recover.spares", "1")
+POINTS = ("step", "vote", "decided", "updated", "boundary", "half-stored", "stored")
+"""Points of a step at which a rank is killed."""
+SAVE_POINTS = ("save-begin", "save-copied", "save-file-half", "save-written", "save-manifest", "save-renamed", "saved")
+"""Points of a save at which a rank is killed."""
+REGROUP_POINTS = ("leave", "meet", "loaded")
+"""Points of a recovery at which a rank is killed again."""
+STRUCK_AT = 10
+SAVED_AT = 12
+
+
+def replaced(lab: Lab, fault: str, *settings: str, stage: int = 1, ranks: int = 2) -> Case:
+    """The faults strike, the job goes on in the same processes, and ends as the unbroken run does."""
+    words = (*ON, "--engine.zero_stage", str(stage), *settings)
+    case, run = lab.case("recovery", stage=stage, ranks=ranks, fault=fault), lab.new_run("recovery")
+    with lab.start(run, *words, ranks=ranks, fault=fault) as job:
+        case.exit_codes.append(job.wait(limit_s=300))
+        struck = job.struck
+    lab.judge(case, run, lab.unbroken(*words, ranks=ranks))
+    if len(struck) < len(fault.split(",")):
+        case.problems.append(f"only {struck} of {fault} struck")
+    if case.exit_codes != [[0] * ranks]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    lost = _judge_events(case, run)
+    if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
+        case.problems.append(f"the ranks {lost} were replaced")
+    return lab.report(case)
+
+
+def storm(lab: Lab, *, kills: int, stage: int, ranks: int, steps: int = 0) -> Case:
+    """Ranks are killed from outside at random moments, until there were so many kills."""
+    chance = random.Random(lab.seed)
+    settings = ("--train.max_steps", str(steps or 12 * kills), "--checkpoint.every_steps", "0")
+    words = (*ON, "--engine.zero_stage", str(stage), *settings)
+    case, run = lab.case("recovery: storm", stage=stage, ranks=ranks, fault=f"{kills} kills"), lab.new_run("storm")
+    victims = []
+    with lab.start(run, *words, ranks=ranks) as job:
+        for _ in range(kills):
+            step = run.highest_step
+            job.wait_for(lambda step=step: run.highest_step > step + 1 or bool(job.exits))  # type: ignore[misc]
+            time.sleep(chance.random() * 0.3)
+            ranks_now = running_ranks(job)
+            if job.exits or not ranks_now:
+                break
+            victim = chance.choice(ranks_now)
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                victims.append(victim)
+        case.exit_codes.append(job.wait(limit_s=1200))
+    case.trials = len(victims)
+    lab.judge(case, run, lab.unbroken(*words, ranks=ranks))
+    if case.exit_codes != [[0] * ranks]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    _judge_events(case, run)
+    return lab.report(case)
+
+
+def ended(lab: Lab, fault: str, *settings: str, reason: str, ranks: int = 2) -> Case:
+    """A failure that would come again ends the job with code 76 and its reason. The same command then goes on."""
+    words = (*ON, *settings)
+    case, run = lab.case("recovery: end", ranks=ranks, fault=fault), lab.new_run("end")
+    with lab.start(run, *words, ranks=ranks, fault=fault) as job:
+        codes = job.wait(limit_s=120)
+        case.exit_codes.append(codes)
+        case.message_ok = reason in job.text
+    if set(codes) != {76}:
+        case.problems.append(f"exit codes {codes}")
+    if not case.message_ok:
+        case.problems.append(f"the log does not say {reason!r}")
+    lab.finish(case, run, *words, ranks=ranks)
+    return lab.report(case)
+
+
+def running_ranks(job: Job) -> list[int]:
+    """All ranks that run, replacements included: children of agents, and children of the spare."""
+    pids = []
+    for agent in job.pids:
+        for child in children_of(agent):
+            pids += sorted(children_of(child)) or [child]
+    return pids
+
+
+def children_of(pid: int) -> set[int]:
+    """The children of a process, or none if it has ended."""
+    with suppress(OSError):
+        return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()}
+    return set()
+
+
+def _judge_events(case: Case, run: Run) -> list[int]:
+    """Fill the figures of a case. Returns the ranks that were replaced, one per loss."""
+    events = [record for record in run.records("event") if record["event"] == "recovered"]
+    if not events:
+        case.problems.append("no event says that the job has recovered")
+    for name in ("notice_s", "regroup_s", "restore_s", "redo_s"):
+        case.figures[name] = max((event[name] for event in events), default=0.0)
+    return [rank for event in events for rank in event["ranks"]]
+
+
+def recovery(lab: Lab) -> Iterator[Trial]:
+    """All directed cases, then a storm."""
+    for stage in range(4):
+        for ranks in (2, 4):
+            for point in POINTS:
+                for rank in sorted({0, 1, ranks - 1}):
+                    yield partial(replaced, lab, f"kill:{rank}:{STRUCK_AT}:{point}", stage=stage, ranks=ranks)
+        yield partial(replaced, lab, f"kill:0:{STRUCK_AT},kill:1:{STRUCK_AT}", stage=stage)
+        yield partial(replaced, lab, f"kill:1:{STRUCK_AT},kill:2:{STRUCK_AT}:vote", stage=stage, ranks=4)
+        for point in REGROUP_POINTS:
+            for rank in (0, 1):
+                yield partial(replaced, lab, f"kill:1:{STRUCK_AT},kill:{rank}:2:{point}@2", stage=stage)
+        yield partial(replaced, lab, f"stop:1:{STRUCK_AT}", stage=stage)
+        yield partial(storm, lab, kills=10, stage=stage, ranks=4)
+    for point in SAVE_POINTS:
+        for rank in (0, 1):
+            yield partial(replaced, lab, f"kill:{rank}:{SAVED_AT}:{point}")
+    for fault in (f"hang:1:{STRUCK_AT}", f"spin:0:{STRUCK_AT}"):
+        yield partial(replaced, lab, fault, "--engine.timeout_s", "5")
+    yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")

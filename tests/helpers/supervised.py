@@ -1,0 +1,65 @@
+"""Agents whose ranks are forked and not executed, so that they need not import torch.
+
+`txl train --recover.spares 1` replaces its process by an agent, which starts Python anew for its rank and its spare.
+Here the agent is a forked process that has everything imported, and forks them. All else is the agent's own code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+
+from tests.helpers.forked import run_txl
+from txl_dist.recovery.agent import SIGNALS, Agent
+from txl_dist.recovery.seat import SEAT, Seat
+
+
+class Forked:
+    """A child of an agent, forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.01)
+        return self._code or 0
+
+
+def run_supervised(*words: str) -> None:
+    """A function to start: `txl words` as the child of an agent."""
+
+    def start(seat: Seat) -> Forked:
+        pid = os.fork()
+        if pid:
+            return Forked(pid)
+        os.closerange(3, 256)  # of the agent; else its peers would not notice its end
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        os.environ[SEAT] = seat.to_json()
+        try:
+            run_txl(*words)
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+        os._exit(1)
+
+    def number(flag: str, default: float) -> float:
+        return float(words[words.index(flag) + 1]) if flag in words else default
+
+    silent_s, max_in_row = number("--recover.silent_s", 6.0), int(number("--recover.max_in_row", 3))
+    code = Agent(start, silent_s=silent_s, max_in_row=max_in_row).run()
+    sys.stdout.flush()
+    os._exit(code)

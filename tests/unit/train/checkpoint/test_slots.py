@@ -1,0 +1,193 @@
+"""The slots of a rank's state: what is stored is what is read, and a half-written version is never chosen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.errors import CheckpointError, TrainingError
+from txl_dist.model.memory import Memory
+from txl_dist.train.checkpoint import slots as slots_module
+from txl_dist.train.checkpoint.slots import Share, StateSlots
+from txl_dist.train.engine.partitions import Fragment
+from txl_dist.train.stability import Health
+from txl_dist.train.state import TrainState
+
+
+class Ranks:
+    """The ranks of a job in one process: what each of them gathers are the values of all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int, *, shares: bool = False) -> None:
+        self.paths = [[str(folder / f"{rank}.{slot}") for slot in range(2)] for rank in range(world_size)]
+        for path in (path for paths in self.paths for path in paths):
+            Path(path).touch()
+        count = world_size if shares else 1
+        self.slots = [StateSlots(paths, share=Share(rank % count, count)) for rank, paths in enumerate(self.paths)]
+        self._monkeypatch = monkeypatch
+
+    def newest(self, rank: int) -> Any:
+        """What `newest_common` returns on one rank."""
+
+        def gather(value: Any) -> list[Any]:
+            if isinstance(value, list):  # serial numbers
+                return [[slot.serial for slot in one._slots] for one in self.slots]
+            if isinstance(value, bool):
+                return [value]
+            (node, path) = value
+            return [(node, paths[self.paths[rank].index(path)]) for paths in self.paths]
+
+        self._monkeypatch.setattr(slots_module, "gather_objects", gather)
+        return self.slots[rank].newest_common()
+
+
+STREAM = StreamState(1, ())
+
+
+def state_of(step: int, rank: int = 0) -> TrainState:
+    hidden_BMD = torch.full((2, 3, 4), float(10 * step + rank))
+    memory = Memory((hidden_BMD, hidden_BMD.bfloat16()), torch.full((2, 3), step))
+    return TrainState(step=step, tokens_seen=7 * step, health=Health(losses=(0.1, step / 3)), stream=STREAM,
+                      memories=(memory, memory))  # fmt: skip
+
+
+def engine_of(step: int, *, start: int = 0, length: int = 10) -> Any:
+    values = torch.arange(start, start + length, dtype=torch.float32)
+    fragment = Fragment("w", start, {"weight": values + step, "exp_avg": values - step}, float(step))
+    loaded: dict[str, Any] = {}
+    return SimpleNamespace(
+        fragments=lambda: [fragment],
+        loss_scale=lambda: {"cur_scale": 2.0},
+        load=lambda source, *, loss_scale: loaded.update(source=source, loss_scale=loss_scale),
+        loaded=loaded,
+    )
+
+
+def store(slots: StateSlots, step: int, *, start: int = 0, length: int = 10, rank: int = 0) -> None:
+    slots.store(state_of(step, rank), engine_of(step, start=start, length=length))
+    slots.wait()
+
+
+def test_what_is_stored_is_read_bit_for_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    store(ranks.slots[0], 1)
+    store(ranks.slots[0], 2)
+    stored = ranks.newest(0)
+    engine = engine_of(0)
+    state = stored.load(engine)
+    assert (state.step, state.tokens_seen, state.health) == (2, 14, state_of(2).health)
+    assert torch.equal(stored.source.read("exp_avg", "w", start=3, length=4), torch.arange(3.0, 7.0) - 2)
+    assert stored.source.kinds_of("w") == ["weight", "exp_avg"]
+    assert stored.source.step_of("w") == 2.0
+    assert engine.loaded["loss_scale"] == {"cur_scale": 2.0}
+    for memory, expected in zip(state.memories, state_of(2).memories, strict=True):
+        for one, other in zip(
+            (*memory.hidden, memory.document_BM), (*expected.hidden, expected.document_BM), strict=True
+        ):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+def test_the_newest_version_that_all_have_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 2)
+    for step in (1, 2, 3):
+        store(ranks.slots[0], step, rank=0)
+    for step in (1, 2):
+        store(ranks.slots[1], step, rank=1)
+    assert [ranks.newest(rank).step for rank in (0, 1)] == [2, 2]
+
+
+def test_the_next_version_replaces_neither_the_one_chosen_nor_repeats_a_number(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank that had stored more than was chosen must not mix its old version with the new ones of others."""
+    ranks = Ranks(monkeypatch, tmp_path, 2)
+    for step in (1, 2, 3):
+        store(ranks.slots[0], step)
+    for step in (1, 2):
+        store(ranks.slots[1], step)
+    assert [ranks.newest(rank).step for rank in (0, 1)] == [2, 2]
+    store(ranks.slots[1], 30)  # step 3 again, on another way
+    assert [ranks.newest(rank).step for rank in (0, 1)] == [2, 2]
+    for slots in ranks.slots:
+        store(slots, 31)
+    assert [ranks.newest(rank).step for rank in (0, 1)] == [31, 31]
+
+
+@pytest.mark.parametrize("place", [100, -20])
+def test_a_version_with_a_wrong_bit_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: int) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    store(ranks.slots[0], 1)
+    store(ranks.slots[0], 2)
+    path = Path(ranks.paths[0][0])
+    *_, size = [64 + sum(ranks.slots[0]._slots[0]._head()[1:4])]
+    content = bytearray(path.read_bytes())
+    content[place if place > 0 else size + place] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+    assert ranks.newest(0).step == 1
+
+
+def test_a_version_that_is_half_written_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    store(ranks.slots[0], 1)
+    store(ranks.slots[0], 2)
+
+    def stop(phase: str, *, step: int) -> str:
+        if phase == "half-stored":
+            raise RuntimeError("killed here")
+        return ""
+
+    monkeypatch.setattr(slots_module, "failpoint", stop)
+    with pytest.raises(TrainingError, match="killed here"):
+        store(ranks.slots[0], 3)
+    assert ranks.newest(0).step == 2
+
+
+def test_at_stage_0_each_rank_stores_a_share_and_all_read_the_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 3, shares=True)
+    for slots in ranks.slots:
+        store(slots, 1)
+    read = ranks.newest(2).source.read("weight", "w", start=0, length=10)
+    assert torch.equal(read, torch.arange(10.0) + 1)
+
+
+def test_a_value_that_no_rank_of_the_node_has_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    store(ranks.slots[0], 1)
+    with pytest.raises(CheckpointError, match="7 of 8 values of w"):
+        ranks.newest(0).source.read("weight", "w", start=3, length=8)
+
+
+def test_without_a_version_of_all_ranks_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 2)
+    store(ranks.slots[0], 1)
+    assert ranks.newest(0) is None
+
+
+def test_a_slot_grows_with_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    store(ranks.slots[0], 1)
+    store(ranks.slots[0], 2, length=100_000)
+    store(ranks.slots[0], 3, length=200_000)
+    assert torch.equal(
+        ranks.newest(0).source.read("weight", "w", start=199_990, length=10), torch.arange(199_990.0, 200_000.0) + 3
+    )
+
+
+def test_memory_that_is_missing_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+
+    def no_room(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(TrainingError, match=r"Free host memory, or set recover.spares to 0"):
+        store(ranks.slots[0], 1)
