@@ -106,7 +106,7 @@ class Coordinator:
         self.outbox: list[tuple[int, Message]] = []
         """Messages to deliver: (rank whose agent gets the message, message)."""
         self.lines: list[str] = []
-        """Lines to print."""
+        """Lines for people that the caller prints."""
         self.generation = 1
         self.is_ended = False
         self._world_size = world_size
