@@ -260,7 +260,7 @@ class _Plan(NamedTuple):
     """Evaluation for one row of the printed table, with the text and the lengths that it uses."""
 
     name: str
-    """Name of the row: the protocol, and the lengths in which rows differ."""
+    """Name of the row: the name that the row was given, or else the protocol and the lengths in which rows differ."""
     config: Config
     memory_len: int
     cut: EvaluationText

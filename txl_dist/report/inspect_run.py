@@ -120,7 +120,7 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     A run may have changed its number of lanes (batch rows) or its segment length. So the state is computed from the
     newest checkpoint before the step. The settings come from the first checkpoint at or after the step. If there is no
     such checkpoint, they come from the run. Raises TxlError if the run's corpora are missing, or if the run changed its
-    lanes or lengths between two checkpoints.
+    lanes or lengths between the two checkpoints around the step.
     """
     checkpoints = list_checkpoints(run_dir)
     before = [folder for folder in checkpoints if step_of(folder) < step]

@@ -24,7 +24,7 @@ from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.tokenizers.base import Tokenizer
 
 PADDED_BYTES = 64
-"""In a stream with `include_obfuscation`, the size of each event in bytes is a multiple of this number."""
+"""In a stream with `include_obfuscation`, the size in bytes of each event with a text is a multiple of this number."""
 
 
 class ClientGoneError(Exception):
