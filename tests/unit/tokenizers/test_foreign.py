@@ -25,7 +25,7 @@ from tests.helpers.corpora import random_texts, tiny_corpus
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.errors import DataError
 from txl_dist.tokenizers.base import END_OF_TEXT, Tokenizer
-from txl_dist.tokenizers.foreign import HuggingFaceTokenizer
+from txl_dist.tokenizers.foreign import ENDS_OF_DOCUMENT, HuggingFaceTokenizer
 from txl_dist.tokenizers.importing import import_tokenizer, open_tokenizer
 from txl_dist.tokenizers.subwords import PIECE_LEN
 from txl_dist.tokenizers.tokenizer import load_tokenizer
@@ -401,6 +401,32 @@ def test_a_special_token_that_is_sought_in_normalised_text_is_not_found_either()
     ids = tokenizer.encode("the cat <|STOP|> sat").tolist()
     assert tokenizer.symbols.index("<|stop|>") not in ids
     assert len(ids) > 6
+
+
+@pytest.mark.parametrize("end", ENDS_OF_DOCUMENT)
+def test_a_files_own_end_of_a_document_is_end_of_text(end: str, tmp_path: Path) -> None:
+    """Without it an id is added, and the vocabulary no longer fits a model of that tokenizer."""
+    library = gpt2(special=(end, "<pad>"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    opened = open_tokenizer(tmp_path / "tokenizer.json")
+    assert opened.vocab_size == library.get_vocab_size(with_added_tokens=True)
+    assert opened.end_of_text == library.token_to_id(end)
+    by_frequency = import_tokenizer(tmp_path / "tokenizer.json", lambda: TEXTS)
+    assert by_frequency.end_of_text is not None
+    assert by_frequency.symbols[by_frequency.end_of_text] == end
+    for tokenizer in (opened, by_frequency):
+        ids = tokenizer.encode(f"the {end} cat").tolist()
+        assert tokenizer.end_of_text not in ids, "its spelling is text"
+        assert tokenizer.decode([*ids, tokenizer.end_of_text]) == f"the {end} cat{end}"
+        tokenizer.save(tmp_path / "ours.json")
+        assert load_tokenizer(tmp_path / "ours.json").fingerprint == tokenizer.fingerprint
+
+
+def test_of_several_ends_of_a_document_the_first_in_the_list_is_taken(tmp_path: Path) -> None:
+    gpt2(special=("<eod>", END_OF_TEXT)).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.end_of_text is not None
+    assert tokenizer.symbols[tokenizer.end_of_text] == END_OF_TEXT
 
 
 def test_equally_frequent_ids_keep_their_foreign_order(files: dict[str, Path]) -> None:
