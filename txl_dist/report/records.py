@@ -379,7 +379,7 @@ class _Reader:
             self._hours += spent_s / 3600
         if is_number(time_s):
             self._time_s = float(time_s)
-        if record["kind"] == "train" or is_start or record.get("event") == "rewound":
+        if record["kind"] == "train" or is_start or record.get("event") in ("rewound", "recovered"):
             self._last_step = step
 
     def _take_event(self, record: dict[str, Any], step: int) -> None:
@@ -389,7 +389,7 @@ class _Reader:
         self._events.append(Event(name, step, self._hours, fields))
         if "no_bits" in fields:
             self._not_kept -= BITS.keys()
-        if name in ("start", "rewound"):
+        if name in ("start", "rewound", "recovered"):  # steps after this step are made again
             num_rows = {kind: rows.num for kind, rows in self._rows.items()}
             self._reached.append((num_rows, step))
             self._samples = {key: sample for key, sample in self._samples.items() if sample.step <= step}

@@ -47,6 +47,7 @@ TROUBLES = {
     "spike": "spikes",
     "skipped": "skipped steps",
     "straggler": "stragglers",
+    "recovered": "replaced ranks",
     "save_failed": "failed saves",
 }
 """Words of the report for events that mean trouble, by the name of the event."""

@@ -361,7 +361,7 @@ class TrainingRun:
         if step == self.start.step + 1:  # no later step takes as long as the first
             set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
-            self._report_recovery(step)
+            self._report_recovery()
         skipped = not math.isfinite(decision.grad_norm)
         try:
             health = self.guard.judge(state, decision, step=step)
@@ -405,11 +405,14 @@ class TrainingRun:
             )
         return after, decision.votes
 
-    def _report_recovery(self, step: int) -> None:
-        """Write the `recovered` event after the first step that follows the loss of a rank."""
+    def _report_recovery(self) -> None:
+        """Write the `recovered` event after the first step that follows the loss of a rank.
+
+        The event has the step from which the run continued, because the records of later steps are written again.
+        """
         facts = self.recovery.mark_step()
         if facts is not None:
-            self.reporter.write("event", {"event": "recovered", "step": step, **facts})
+            self.reporter.write("event", {"event": "recovered", "step": self.start.step, **facts})
 
     def _votes(self) -> StepFlags:
         """Return this rank's flags for the next all-reduce: stop requested, checkpoint files written, and time for a

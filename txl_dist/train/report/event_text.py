@@ -15,6 +15,8 @@ _DETAILS = {
     "skipped": "a loss or gradient is not finite. The step changed no weights and no memories",
     "spike": "{what} {value:.4g} after a median of {median:.4g}, a deviation of {sigmas:.1f} sigma",
     "rewound": "back from step {from:,}. Training skips the text of the spike",
+    "recovered": "{why}. The job continued in generation {generation} after {notice_s:.2f} s to notice, "
+    "{regroup_s:.2f} s to regroup, {restore_s:.2f} s to restore and {redo_s:.2f} s to repeat the step",
     "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
     "clipped": "{clipped_pct:.0f} % of {steps:,} steps were clipped by the default optim.clip_norm={clip_norm:g}. "
     "The mean gradient norm was {grad_norm:.3g}. Set optim.clip_norm",
