@@ -278,6 +278,9 @@ class TrainingRun:
         context = self.context
         config = self.context.config
         interval = Interval(clip_norm=config.optim.clip_norm)
+        stored = self.start.stored
+        if stored is not None and state.step == stored.step:
+            interval.continue_from(stored.facts["interval"])
         depth = config.data.prefetch_depth
         step_inputs = read_inputs(
             context.corpora.train,
@@ -313,11 +316,13 @@ class TrainingRun:
                         return rewound_state
                 is_last = step == self.last_step
                 # The first report shows that the run works, and how long it will take.
-                is_first = step == self.start.step + 1 and interval.has_valid_steps()
+                is_first = stored is None and step == self.start.step + 1 and interval.has_valid_steps()
                 if is_first or is_last or step % config.metrics.log_every_steps == 0:
                     self._report(state, interval)
                     interval = Interval(clip_norm=config.optim.clip_norm)
-                self.recovery.store(state, self.engine)  # after the report, so that no stored step lacks its record
+                self.recovery.store(
+                    state, self.engine, interval.sums()
+                )  # after the report, so that no stored step lacks its record
                 with interval.paused():
                     if is_last or votes.save or self.saving.is_due(step):
                         self.recovery.wait()

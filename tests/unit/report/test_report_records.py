@@ -39,7 +39,7 @@ def test_the_later_record_of_a_step_holds(tmp_path: Path) -> None:
     assert history.num_superseded == 2
 
 
-@pytest.mark.parametrize("name", ["start", "rewound"])
+@pytest.mark.parametrize("name", ["start", "rewound", "recovered"])
 def test_what_a_start_or_rewind_gave_up_is_left_out_even_before_it_is_made_again(tmp_path: Path, name: str) -> None:
     before = [train(step, 1.0) for step in (10, 20, 30, 40)]
     lost = {"kind": "eval", "step": 40, "loss": 9.0}

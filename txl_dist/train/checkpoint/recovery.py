@@ -28,8 +28,9 @@ class Recovery:
         """
         return None
 
-    def store(self, state: TrainState, engine: Engine) -> None:
-        """Begin to store the state after a step. Weights may change again only after `wait`."""
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+        """Begin to store the state after a step, and the sums of the logging interval. Weights may change again only
+        after `wait`."""
 
     def wait(self) -> None:
         """Wait until the last state is stored. Raises TrainingError if that fails."""
@@ -68,8 +69,8 @@ class InJobRecovery(Recovery):
         return self._slots.newest_common()
 
     @override
-    def store(self, state: TrainState, engine: Engine) -> None:
-        self._slots.store(state, engine)
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+        self._slots.store(state, engine, sums)
 
     @override
     def wait(self) -> None:

@@ -163,7 +163,7 @@ class StoredState(NamedTuple):
     step: int
     stream: StreamState
     facts: dict[str, Any]
-    """Small values of the state: `step`, `tokens`, `health`, `stream` and `loss_scale`."""
+    """Small values of the state: `step`, `tokens`, `health`, `stream`, `loss_scale` and `interval`."""
     source: Source
     """Weights and optimizer state of the ranks of this node."""
     memories: tuple[Memory, ...]
@@ -193,8 +193,11 @@ class StateSlots:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def store(self, state: TrainState, engine: Engine) -> None:
-        """Begin to store the state after a step, in a thread. Weights may change again only after `wait`."""
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+        """Begin to store the state after a step, in a thread. Weights may change again only after `wait`.
+
+        `sums` are the values of the logging interval in progress, for JSON.
+        """
         self.wait()
         fragments = engine.fragments()
         layout, values = _lay_out(fragments, state.memories, self._share)
@@ -204,6 +207,7 @@ class StateSlots:
             "health": state.health.to_dict(),
             "stream": state.stream.to_dict(),
             "loss_scale": engine.loss_scale(),
+            "interval": sums,
             "counts": {fragment.parameter: fragment.step for fragment in fragments},
         }
         arguments = (self._next, layout, values, facts)

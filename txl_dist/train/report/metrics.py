@@ -15,9 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +34,9 @@ from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
 from txl_dist.train.report.validation import labelled
 from txl_dist.train.state import TrainState
+
+_SUMS = ("_loss", "_grad_norm", "_local_ms", "_num_steps", "_num_skipped", "_num_scored", "_num_clipped", "_accuracies")
+"""Attributes of an interval that hold sums over steps."""
 
 
 class Interval:
@@ -80,6 +84,15 @@ class Interval:
             self._loss = self._loss + loss
             self._grad_norm = self._grad_norm + grad_norm
             self._num_clipped += grad_norm > self._clip_norm
+
+    def sums(self) -> dict[str, Any]:
+        """Return the sums that do not depend on the clock, as values for JSON. `continue_from` takes them."""
+        return {name: getattr(self, name) for name in _SUMS}
+
+    def continue_from(self, sums: Mapping[str, Any]) -> None:
+        """Continue an interval that another process began, after the loss of a rank."""
+        for name in _SUMS:
+            setattr(self, name, sums[name])
 
     def wait(self, seconds: float) -> None:
         """Add the seconds that this rank has waited for the data of a step."""

@@ -69,7 +69,7 @@ def engine_of(step: int, *, start: int = 0, length: int = 10) -> Any:
 
 
 def store(slots: StateSlots, step: int, *, start: int = 0, length: int = 10, rank: int = 0) -> None:
-    slots.store(state_of(step, rank), engine_of(step, start=start, length=length))
+    slots.store(state_of(step, rank), engine_of(step, start=start, length=length), {})
     slots.wait()
 
 
