@@ -166,6 +166,7 @@ class TrainingRun:
         try:
             state = self._first_state()
             if self.start.stored is None:
+                self.recovery.check_room(state, self.engine)
                 self._report_start(state)
             if state.step > self.max_steps:
                 warn_for_all(

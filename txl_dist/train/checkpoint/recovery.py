@@ -28,6 +28,9 @@ class Recovery:
         """
         return None
 
+    def check_room(self, state: TrainState, engine: Engine) -> None:
+        """Check that copies of the state fit into host memory. All ranks call it together. Raises ConfigError."""
+
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
         """Begin to store the state after a step, and the sums of the logging interval. Weights may change again only
         after `wait`."""
@@ -67,6 +70,10 @@ class InJobRecovery(Recovery):
             return None
         self._is_new = False
         return self._slots.newest_common()
+
+    @override
+    def check_room(self, state: TrainState, engine: Engine) -> None:
+        self._slots.check_room(state, engine)
 
     @override
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:

@@ -30,20 +30,24 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from txl_dist.console.formatting import format_bytes
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import gather_objects
-from txl_dist.errors import CheckpointError, TrainingError
+from txl_dist.errors import CheckpointError, ConfigError, TrainingError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object
 from txl_dist.model.memory import Memory
 from txl_dist.train.engine.partitions import Fragment, Source
 from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.footprint.room import host_room_bytes
 from txl_dist.train.stability import Health
 from txl_dist.train.state import TrainState
 
 _HEAD = struct.Struct("qqqqq")
 """Head of a slot: serial number, bytes of values, of the table and of the facts, and their CRC-32."""
 _HEAD_BYTES = 64
+_NUM_KINDS = 3
+"""Number of values per weight after the first step: the weight, and with most optimizers two moments."""
 _ALIGNED = 64
 """Values of a tensor begin at a multiple of this number of bytes."""
 
@@ -223,6 +227,29 @@ class StateSlots:
                 f"the copy of this rank's state cannot be stored in host memory: {self._error}. Free host memory, or "
                 "set recover.spares to 0."
             ) from self._error
+
+    def check_room(self, state: TrainState, engine: Engine) -> None:
+        """Check that the slots of all ranks of a node fit into its host memory. All ranks call it together.
+
+        Raises ConfigError on all ranks.
+        """
+        fragments = engine.fragments()
+        layout, _ = _lay_out(fragments, state.memories, self._share)
+        num_missing = max(0, _NUM_KINDS - max((len(fragment.values) for fragment in fragments), default=_NUM_KINDS))
+        num_weights = sum(fragment.values["weight"].numel() for fragment in fragments) // self._share.num_parts
+        needed = 2 * (layout.num_bytes + 4 * num_weights * num_missing)
+        parts = gather_objects((os.uname().nodename, needed, host_room_bytes()))
+        for node in dict.fromkeys(node for node, *_ in parts):
+            node_needed = sum(part for host, part, _ in parts if host == node)
+            room = min(left for host, _, left in parts if host == node)
+            if node_needed > room:
+                raise raised_everywhere(
+                    ConfigError(
+                        f"recover.spares=1 keeps two copies of each rank's state in host memory. They need "
+                        f"{format_bytes(node_needed)} on {node}, but {format_bytes(room)} are free. Start fewer ranks "
+                        "per node, or set recover.spares to 0."
+                    )
+                )
 
     def join(self) -> None:
         """Wait until the thread that stores a version has ended, whether it succeeded or not."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from txl_dist.data.loader.stream_state import StreamState
-from txl_dist.errors import CheckpointError, TrainingError
+from txl_dist.errors import CheckpointError, ConfigError, TrainingError
 from txl_dist.model.memory import Memory
 from txl_dist.train.checkpoint import slots as slots_module
 from txl_dist.train.checkpoint.slots import Share, StateSlots
@@ -191,3 +191,12 @@ def test_memory_that_is_missing_is_an_error_and_no_signal(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with pytest.raises(TrainingError, match=r"Free host memory, or set recover.spares to 0"):
         store(ranks.slots[0], 1)
+
+
+def test_copies_that_do_not_fit_are_refused_with_their_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    monkeypatch.setattr(slots_module, "gather_objects", lambda value: [value])
+    ranks.slots[0].check_room(state_of(1), engine_of(1))
+    monkeypatch.setattr(slots_module, "host_room_bytes", lambda: 1000.0)
+    with pytest.raises(ConfigError, match=r"They need \S+ \S+ on \S+, but 1,?000 B are free|set recover.spares to 0"):
+        ranks.slots[0].check_room(state_of(1), engine_of(1))
