@@ -22,6 +22,7 @@ SAVE_POINTS = ("save-begin", "save-copied", "save-file-half", "save-written", "s
 """Points of a save at which a rank is killed."""
 REGROUP_POINTS = ("leave", "meet", "loaded")
 """Points of a recovery at which a rank is killed again."""
+EMA = ("--optim.ema_decay", "0.9", "--eval.use_ema", "True", "--eval.every_steps", "6")
 STRUCK_AT = 10
 SAVED_AT = 12
 
@@ -131,6 +132,11 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for point in SAVE_POINTS:
         for rank in (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{SAVED_AT}:{point}")
+    yield partial(replaced, lab, "kill:1:12:evaluate", *EMA)
+    yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:decided", "--metrics.log_every_steps", "7")
+    for stage in range(4):
+        yield partial(replaced, lab, f"kill:1:{STRUCK_AT}:updated", "--engine.precision", "bf16", stage=stage)
+        yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:updated", "--optim.name", "muon", stage=stage)
     for fault in (f"hang:1:{STRUCK_AT}", f"spin:0:{STRUCK_AT}"):
         yield partial(replaced, lab, fault, "--engine.timeout_s", "5")
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")

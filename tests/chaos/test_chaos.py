@@ -131,6 +131,10 @@ def test_a_lost_rank_is_replaced_and_changes_no_bit(lab: Lab, fault: str, stage:
     assert_passed(replaced(lab, fault, stage=stage, ranks=ranks))
 
 
+def test_a_logging_interval_continues_after_a_loss(lab: Lab) -> None:
+    assert_passed(replaced(lab, "kill:0:10:decided", "--metrics.log_every_steps", "7"))
+
+
 def test_recovery_changes_no_bit_of_a_run_that_nothing_befalls(lab: Lab) -> None:
     differences = differences_of(lab.unbroken("--recover.spares", "1"), lab.unbroken())
     assert [one for one in differences if "config" not in one] == []
