@@ -27,14 +27,17 @@ STRUCK_AT = 10
 SAVED_AT = 12
 
 
-def replaced(lab: Lab, fault: str, *settings: str, stage: int = 1, ranks: int = 2) -> Case:
-    """The faults strike, the job goes on in the same processes, and ends as the unbroken run does."""
+def replaced(lab: Lab, fault: str, *settings: str, stage: int = 1, ranks: int = 2, both: str = "") -> Case:
+    """The faults strike, the job goes on in the same processes, and ends as the unbroken run does.
+
+    `both` strikes the run that is otherwise unbroken too.
+    """
     words = (*ON, "--engine.zero_stage", str(stage), *settings)
     case, run = lab.case("recovery", stage=stage, ranks=ranks, fault=fault), lab.new_run("recovery")
-    with lab.start(run, *words, ranks=ranks, fault=fault) as job:
+    with lab.start(run, *words, ranks=ranks, fault=f"{fault},{both}") as job:
         case.exit_codes.append(job.wait(limit_s=300))
-        struck = job.struck
-    lab.judge(case, run, lab.unbroken(*words, ranks=ranks))
+        struck = [strike for strike in job.struck if strike.kind in ("kill", "stop", "hang", "spin")]
+    lab.judge(case, run, lab.unbroken(*words, ranks=ranks, fault=both))
     if len(struck) < len(fault.split(",")):
         case.problems.append(f"only {struck} of {fault} struck")
     if case.exit_codes != [[0] * ranks]:
@@ -89,6 +92,21 @@ def ended(lab: Lab, fault: str, *settings: str, reason: str, ranks: int = 2) -> 
     return lab.report(case)
 
 
+def stopped(lab: Lab, *, to_launcher: bool, stage: int = 1) -> Case:
+    """SIGTERM while the job recovers: it recovers, saves and ends with code 75, and the same command goes on."""
+    fault = f"kill:1:{STRUCK_AT},slow:0:2:leave@2"
+    words = (*ON, "--engine.zero_stage", str(stage))
+    case, run = lab.case("recovery: stop", stage=stage, fault=fault), lab.new_run("stop")
+    with lab.start(run, *words, fault=fault) as job:
+        job.wait_for(lambda: len(job.struck) == 2)
+        job.signal(signal.SIGTERM, rank=None if to_launcher else 1)
+        case.exit_codes.append(job.wait(limit_s=120))
+    if case.exit_codes != [[75, 75]]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    lab.finish(case, run, *words)
+    return lab.report(case)
+
+
 def running_ranks(job: Job) -> list[int]:
     """All ranks that run, replacements included: children of agents, and children of the spare."""
     pids = []
@@ -139,4 +157,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:updated", "--optim.name", "muon", stage=stage)
     for fault in (f"hang:1:{STRUCK_AT}", f"spin:0:{STRUCK_AT}"):
         yield partial(replaced, lab, fault, "--engine.timeout_s", "5")
+    yield partial(replaced, lab, f"kill:1:{STRUCK_AT}:half-stored", both="skip:0:9", stage=2)
+    for to_launcher in (False, True):
+        yield partial(stopped, lab, to_launcher=to_launcher)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")
