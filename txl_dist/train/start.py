@@ -192,6 +192,7 @@ def _train(
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     recovery = _recovery_of(member, ranks, zero_stage=config.engine.zero_stage)
+    stack.callback(recovery.close)
     while True:
         context, start, engine = _begin(plan, watch, recovery, resume=resume)
         with _closing(engine, ranks):

@@ -41,6 +41,9 @@ class Recovery:
     def leave(self, abandon_save: Callable[[], None]) -> None:
         """End the threads that use the engine, when the loop ends. `abandon_save` ends a save that is in progress."""
 
+    def close(self) -> None:
+        """Release the copies of this process. The agent keeps them."""
+
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Return a context manager whose block makes process groups."""
@@ -87,6 +90,10 @@ class InJobRecovery(Recovery):
     def leave(self, abandon_save: Callable[[], None]) -> None:
         self._slots.join()
         abandon_save()
+
+    @override
+    def close(self) -> None:
+        self._slots.close()
 
     @override
     @contextmanager

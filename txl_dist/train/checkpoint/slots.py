@@ -98,6 +98,10 @@ class _Slot:
         self._layout: _Layout | None = None
         self._table = b""
 
+    def close(self) -> None:
+        """Close the file. Values that were read stay valid."""
+        os.close(self._file)
+
     @property
     def serial(self) -> int:
         """Serial number of the version in this slot, or 0 if the slot holds no version."""
@@ -274,6 +278,12 @@ class StateSlots:
         self._next = above_all
         return None
 
+    def close(self) -> None:
+        """Close the slots of this rank."""
+        self.join()
+        for slot in self._slots:
+            slot.close()
+
     def _read(self, slot: int) -> StoredState:
         """Read the version in a slot. All ranks call this method together."""
         values, table, facts = self._slots[slot].read()
@@ -281,7 +291,9 @@ class StateSlots:
         parts = []
         for other_node, path in gather_objects((node, self._paths[slot])):
             if other_node == node:
-                other_values, other_table, _ = _Slot(path).read()
+                other = _Slot(path)
+                other_values, other_table, _ = other.read()
+                other.close()
                 parts.append((other_values, [_Piece(*piece) for piece in other_table["pieces"]]))
         memories = _read_memories(values, [_MemoryTensor(*tensor) for tensor in table["memories"]])
         stream = StreamState.from_dict(facts["stream"])

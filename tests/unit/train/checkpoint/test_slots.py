@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,3 +201,18 @@ def test_copies_that_do_not_fit_are_refused_with_their_size(monkeypatch: pytest.
     monkeypatch.setattr(slots_module, "host_room_bytes", lambda: 1000.0)
     with pytest.raises(ConfigError, match=r"They need \S+ \S+ on \S+, but 1,?000 B are free|set recover.spares to 0"):
         ranks.slots[0].check_room(state_of(1), engine_of(1))
+
+
+def test_reading_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ranks = Ranks(monkeypatch, tmp_path, 2)
+    for rank, slots in enumerate(ranks.slots):
+        store(slots, 1, start=10 * rank)
+    read = ranks.newest(0)
+    for slots in ranks.slots:
+        slots.close()
+    assert read.source.read("weight", "w", start=0, length=1).tolist() == [1.0]
+    del read, slots
+    ranks.slots.clear()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
