@@ -30,7 +30,8 @@ from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
 _LENGTHS = ("num_lanes", "segment_len", "memory_len", "microbatch_lanes")
-_SHARES = ("reuse_len", "predicted_len", "order_len")
+_AUTOMATIC = {"reuse_len": "the whole segment", "predicted_len": "a sixth of it", "order_len": "half of it"}
+_SHARES = tuple(_AUTOMATIC)
 """Lengths of XLNet's objective, which are the same shares of a segment in all phases."""
 _FORM = 'until=SHARE num_lanes=N segment_len=T memory_len=M", for instance "until=0.5 num_lanes=128 segment_len=16'
 
@@ -188,7 +189,8 @@ def _check_shares(text: str, phase: Phase, last: Phase) -> None:
             raise ConfigError(
                 f'train.phases: "{text}" has segments of {phase.segment_len} tokens, and train.{name}={length} of '
                 f"train.segment_len={last.segment_len} would be {length * phase.segment_len / last.segment_len:g} "
-                f"tokens of them. Choose segments of which train.{name} is the same share, in whole tokens."
+                f"tokens of them. Choose segments of which train.{name} is the same share, in whole tokens, or set "
+                f"train.{name} to 0 for {_AUTOMATIC[name]}."
             )
 
 

@@ -145,4 +145,5 @@ def test_a_phase_with_another_share_of_reused_or_predicted_tokens_is_refused(
         check_phases(permutation_config(phase, **train))
     assert f'"{phase}" has segments of' in str(refusal.value)
     assert message in str(refusal.value)
+    assert " to 0 for " in str(refusal.value)
     assert "\n" not in str(refusal.value)
