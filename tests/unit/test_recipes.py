@@ -64,6 +64,7 @@ UNPUBLISHED = {
     "stdlib_cpu": 2_715_525,
     "xlnet_base": 116_722_688,
     "xlnet_large": 360_227_072,
+    "xlnet_cpu": 1_386_112,
 }
 OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib", "xlnet")
 """Which no paper has."""
