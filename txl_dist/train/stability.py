@@ -18,7 +18,7 @@ Limitations: a rise that is slow compared with the window moves the median, and 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from txl_dist.config.schema import GuardSection
@@ -70,7 +70,7 @@ class Health:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values for JSON, from which `from_dict` restores exactly the same health."""
-        return asdict(self)
+        return dict(vars(self))  # `asdict` copies each value, which takes a millisecond
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Health:

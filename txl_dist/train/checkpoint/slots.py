@@ -21,9 +21,9 @@ import json
 import mmap
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -198,8 +198,8 @@ class StateSlots:
         self._slots = [_Slot(path) for path in paths]
         self._share = share
         self._next = 1
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "state slots")
+        self._writing: Future[None] | None = None
 
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
         """Begin to store the state after a step, in a thread. Weights may change again only after `wait`.
@@ -218,19 +218,17 @@ class StateSlots:
             "interval": sums,
             "counts": {fragment.parameter: fragment.step for fragment in fragments},
         }
-        arguments = (self._next, layout, values, facts)
+        self._writing = self._thread.submit(self._write, self._next, layout, values, facts)
         self._next += 1
-        self._thread = threading.Thread(target=self._write, args=arguments, name="state slots", daemon=True)
-        self._thread.start()
 
     def wait(self) -> None:
         """Wait until the last version is stored. Raises TrainingError if it cannot be stored."""
-        self.join()
-        if self._error is not None:
+        error = self.join()
+        if error is not None:
             raise TrainingError(
-                f"the copy of this rank's state cannot be stored in host memory: {self._error}. Free host memory, or "
-                "set recover.spares to 0."
-            ) from self._error
+                f"the copy of this rank's state cannot be stored in host memory: {error}. Free host memory, or set "
+                "recover.spares to 0."
+            ) from error
 
     def check_room(self, state: TrainState, engine: Engine) -> None:
         """Check that the slots of all ranks of a node fit into its host memory. All ranks call it together.
@@ -255,11 +253,13 @@ class StateSlots:
                     )
                 )
 
-    def join(self) -> None:
-        """Wait until the thread that stores a version has ended, whether it succeeded or not."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def join(self) -> BaseException | None:
+        """Wait until the thread has stored the last version, or has failed. Returns its error, if there was one."""
+        if self._writing is None:
+            return None
+        error = self._writing.exception()
+        self._writing = None
+        return error
 
     def newest_common(self) -> StoredState | None:
         """Return the newest version that all ranks have stored undamaged, or None if there is none.
@@ -280,7 +280,7 @@ class StateSlots:
 
     def close(self) -> None:
         """Close the slots of this rank."""
-        self.join()
+        self._thread.shutdown()
         for slot in self._slots:
             slot.close()
 
@@ -302,13 +302,9 @@ class StateSlots:
     def _write(self, serial: int, layout: _Layout, values: list[Tensor], facts: dict[str, Any]) -> None:
         """Write a version, in the thread. An error is raised by `wait`."""
         step = facts["step"]
-        try:
-            self._slots[serial % 2].write(
-                serial, layout, values, json.dumps(facts).encode(), lambda: failpoint("half-stored", step=step)
-            )
-            failpoint("stored", step=step)
-        except Exception as error:  # noqa: BLE001  whatever it is, the main thread must know
-            self._error = error
+        content = json.dumps(facts).encode()
+        self._slots[serial % 2].write(serial, layout, values, content, lambda: failpoint("half-stored", step=step))
+        failpoint("stored", step=step)
 
 
 class SlotSource(Source):
