@@ -149,7 +149,7 @@ def _with_spares(words: Sequence[str]) -> list[str]:
             continue
         spares = value if is_joined else next(remaining, "")
         if not re.fullmatch(r"[01]", spares):
-            raise ConfigError(f"--spares {spares}: it must be 0 or 1, the number of spare processes per node.")
+            raise ConfigError(f"--spares needs 0 or 1, the number of spare processes per node, not {spares!r}.")
     if config_at is None:
         return kept
     kept += words[config_at:]

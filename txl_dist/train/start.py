@@ -97,6 +97,8 @@ def pretrain(
             distributed_context(timeout_s=config.engine.start_timeout_s, num_threads=config.engine.num_threads)
         )
         start_logging(rank=ranks.rank)
+        if config.recover.spares and ranks.is_rank0:
+            logger.warning("recover.spares is ignored here: only `txl train` and `txl launch` replace lost ranks")
         stops = PreemptionRequests(
             stop_file=run_dir / STOP if ranks.is_rank0 else None, max_time_s=max_time_s if ranks.is_rank0 else 0.0
         )

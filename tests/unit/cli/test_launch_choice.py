@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli.launch import _chosen
+from txl_dist.cli.launch import _chosen, _with_spares
 from txl_dist.cli.main import main
 
 HOSTFILE = "node1 slots=2\nnode2 slots=4\n"
@@ -32,6 +32,8 @@ WRONG = [
     ("--hostfile hosts --launcher psdh", "Did you mean pdsh"),
     ("--hostfile hosts --no_ssh --node_rank 2", "--no_ssh needs --node_rank, the number of this machine: 0 to 1"),
     ("--log_level loud", "it can be debug, info"),
+    ("--spares 2", "--spares needs 0 or 1, the number of spare processes per node, not '2'"),
+    ("--spares", "not ''"),
 ]
 
 
@@ -74,3 +76,14 @@ def test_the_ranks_are_those_that_deepspeed_would_start(words: str) -> None:
     ours = _chosen(argparse.Namespace(include=include, exclude=exclude), {"node1": 2, "node2": 4})
     assert ours == theirs
     assert list(ours) == list(theirs), "the first machine has rank 0"
+
+
+@pytest.mark.parametrize("flag", [["--spares", "1"], ["--spares=1"]])
+def test_spares_become_a_setting_of_the_ranks(flag: list[str]) -> None:
+    words = _with_spares(["--num_gpus", "2", *flag, "c.toml", "--run.dir", "r"])
+    assert words == ["--num_gpus", "2", "c.toml", "--run.dir", "r", "--recover.spares", "1"]
+
+
+def test_without_spares_the_words_stay_as_they_are() -> None:
+    words = ["--num_gpus", "2", "c.toml", "--spares", "kept for the ranks to refuse"]
+    assert _with_spares(words) == words
