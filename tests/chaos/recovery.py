@@ -141,7 +141,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
                 for rank in sorted({0, 1, ranks - 1}):
                     yield partial(replaced, lab, f"kill:{rank}:{STRUCK_AT}:{point}", stage=stage, ranks=ranks)
         yield partial(replaced, lab, f"kill:0:{STRUCK_AT},kill:1:{STRUCK_AT}", stage=stage)
-        yield partial(replaced, lab, f"kill:1:{STRUCK_AT},kill:2:{STRUCK_AT}:vote", stage=stage, ranks=4)
+        yield partial(replaced, lab, f"kill:1:{STRUCK_AT},kill:2:{STRUCK_AT}", stage=stage, ranks=4)
         for point in REGROUP_POINTS:
             for rank in (0, 1):
                 yield partial(replaced, lab, f"kill:1:{STRUCK_AT},kill:{rank}:2:{point}@2", stage=stage)
