@@ -6,7 +6,7 @@
 train, valid and test. The program reduces the books to 36 kinds of characters. For each seed it then
 
     trains      an XLNet model and a causal model by `txl train`, each until it has used the CPU minutes,
-    evaluates   both by `txl evaluate` on held-out books,
+    evaluates   both by `txl evaluate` on held-out text,
     exports     both by `txl export --format xlnet`, and loads the folders with transformers,
     fills       one hidden character in windows of held-out text (a cloze test), with transformers,
     classifies  passages by their author, after fine-tuning with transformers. The passages of the test come from books
@@ -101,16 +101,17 @@ class Texts(NamedTuple):
     test: dict[str, str]
     """Text of the held-out books, joined, by author."""
     valid: str
-    """Held-out text on which losses are measured."""
+    """Held-out text, from the ends of the books that the models are trained on. Losses are measured on it."""
 
 
 class Sizes(NamedTuple):
     """How much text, time and fine-tuning a run of the program uses."""
 
     num_authors: int = 6
-    author_chars: int = 450_000
-    """Characters of training text per author."""
+    author_chars: int = 500_000
+    """Characters of text per author. The last tenth is held out."""
     valid_chars: int = 60_000
+    """Characters of the held-out tenths on which losses are measured, shared equally by the authors."""
     cpu_s: float = 300.0
     """CPU seconds of each training."""
     num_windows: int = 2000
@@ -157,6 +158,7 @@ def read_books(folder: Path) -> list[Book]:
 def choose_texts(books: Sequence[Book], sizes: Sizes) -> Texts:
     """Choose the authors with the most text in two books or more, and hold out each author's last book by title.
 
+    The last tenth of the text of the other books is held out too, for `Texts.valid`.
     Raises DataError if there are too few such authors.
     """
     by_author: dict[str, list[Book]] = {}
@@ -175,13 +177,15 @@ def choose_texts(books: Sequence[Book], sizes: Sizes) -> Texts:
         )
     train = {}
     test = {}
+    held_out = []
     for author in authors:
         own = candidates[author]
-        train[author] = reduced(" ".join(book.text for book in own[:-1]))[: sizes.author_chars]
+        text = reduced(" ".join(book.text for book in own[:-1]))[: sizes.author_chars]
+        train_len = len(text) * 9 // 10
+        train[author] = text[:train_len]
+        held_out.append(text[train_len:][: sizes.valid_chars // len(authors)])
         test[author] = reduced(own[-1].text)
-    share = sizes.valid_chars // len(authors)
-    valid = " ".join(text[:share] for text in test.values())
-    return Texts(train, test, valid)
+    return Texts(train, test, " ".join(held_out))
 
 
 def prepare(texts: Texts, work: Path) -> Path:
