@@ -120,7 +120,15 @@ def _messages_in(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error"):
             for argument in node.args[:1]:
                 if isinstance(argument, ast.JoinedStr | ast.Constant):
-                    yield " ".join(ast.unparse(argument).strip("f'\"").split())
+                    yield " ".join(_without_quotes(ast.unparse(argument)).split())
+
+
+def _without_quotes(literal: str) -> str:
+    """Return the text between the quotes of a string literal."""
+    match = re.fullmatch(r"f?(\"{3}|'{3}|\"|')(.*)\1", literal, re.DOTALL)
+    if match is None:
+        return literal
+    return match[2]
 
 
 def main() -> None:

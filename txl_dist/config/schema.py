@@ -405,8 +405,8 @@ class TrainSection(Section):
     predicted_len: Annotated[Len, WARNED] = 0
     """With objective "permutation": tokens per segment that are predicted. 0 means a sixth of segment_len."""
     order_len: Annotated[Len, WARNED] = 0
-    """With objective "permutation": tokens per block. The order of prediction is random within each block. 0 means half
-    a segment."""
+    """With objective "permutation": tokens per block. The order of prediction is random within each block. 0: each half
+    of the segment is a block."""
     longest_span: Annotated[int, Field(ge=1, le=1000), WARNED] = 5
     """With objective "permutation": largest number of words that are predicted together."""
     span_context: Annotated[int, Field(ge=1, le=1000), WARNED] = 6
