@@ -56,10 +56,10 @@ Sizes are global: they do not depend on the number of ranks. The last line of an
 the setting and [resume the run](checkpoints.md#resuming-with-other-settings):
 
 - **Frozen.** The resumed run refuses another value.
-- **A resume warns of changes.** The resumed run uses the new value and logs a warning.
+- **A resume warns.** The resumed run uses the new value and logs a warning.
 - No note: the resumed run uses the new value.
 """
-RESUME_NOTES = {"frozen": " Frozen.", "warned": " A resume warns of changes.", "free": ""}
+RESUME_NOTES = {"frozen": " Frozen.", "warned": " A resume warns.", "free": ""}
 """Note of an entry, by the policy of its setting."""
 COMMANDS_HEAD = f"""# Command reference
 

@@ -167,7 +167,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
         taken = [key for key in _OUTPUT_FIELDS if values.get(key) is not None]
         if taken:
             raise ConfigError(
-                f"{place}the record has {', '.join(taken)}, but the output would overwrite the values of these keys. "
+                f"{place}the record has values under the keys {', '.join(taken)}, which the output would overwrite. "
                 "Use other keys for these values."
             )
         yield PromptInput(texts[0], record, place)

@@ -50,7 +50,7 @@ class Phase(NamedTuple):
     order_len: int = 0
 
     def __str__(self) -> str:
-        """Return the text of the phase for the setting. It contains lengths of XLNet's objective that are not 0."""
+        """Return the phase as text, as `train.phases` takes it, without lengths of XLNet's objective that are 0."""
         values = self._asdict().items()
         return " ".join(f"{name}={value:g}" for name, value in values if value or name not in _SHARES)
 

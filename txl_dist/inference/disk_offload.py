@@ -1,8 +1,9 @@
 """A network whose weights stay in their file: each layer reads its weights when it runs, and does not keep them.
 
-The network computes the same as `TransformerXL`, whose code it runs. It holds one matrix in memory at a time, or 1 MiB
-of a larger table. So `txl export` can check a bundle's probe with far less memory than the model itself needs. The
-price is speed, because every segment reads all weights again.
+The network computes the same as `TransformerXL`, whose code it runs. It holds one matrix of a layer in memory at a
+time. Of the embedding and softmax tables, which can be larger, it holds 1 MiB at a time. So `txl export` can check a
+bundle's probe with far less memory than the model itself needs. The price is speed, because every segment reads all
+weights again.
 """
 
 from __future__ import annotations

@@ -202,7 +202,9 @@ def test_a_wrong_line_is_named_and_what_was_written_before_stays(shell: Shell, l
 )
 def test_what_a_line_holds_is_not_written_over(shell: Shell, line: str) -> None:
     said = shell.refusal("--jsonl", "-", "--out", "-", given=line.encode())
-    assert re.search(r"-, line 1: the record has \w+, but the output would overwrite", said), said
+    assert re.search(r"-, line 1: the record has values under the keys \w+, which the output would overwrite", said), (
+        said
+    )
 
 
 def test_texts_in_work_are_finished_before_a_wrong_line_ends_the_command(shell: Shell) -> None:

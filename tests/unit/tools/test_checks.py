@@ -15,7 +15,7 @@ from tools.checks.same_code import Renaming, differences, read_moves
 from tools.checks.sources import ROOT, docstrings
 from tools.checks.walk import Counts, Place, count, heights
 
-MOST_STAYS, MOST_FILES, MOST_CLIMBS = 47, 28, 17
+MOST_STAYS, MOST_FILES, MOST_CLIMBS = 48, 28, 17
 """Bounds of the way of the settings through a start."""
 
 PAGE = """# A heading; it does not count

@@ -208,16 +208,16 @@ def _prove(name: str, member: Member, path: Path) -> None:
         sha256 = sha256_of_file(path)
         if sha256 != member.sha256:
             raise DataError(
-                f"{path} is not the file of this name in the corpus {name}: its sha256 is {sha256}, not "
-                f"{member.sha256}. Give the archive of {name} instead. If you want to prepare the file as a text of "
-                f"your own, set the input to the path of the file, not to {name}."
+                f"{path} is not the file {path.name} of the corpus {name}: its sha256 is {sha256}, but the corpus's "
+                f"file has {member.sha256}. Give the archive of {name} instead. If you want to prepare the file as a "
+                f"text of your own, set the input to the path of the file, not to {name}."
             )
     elif member.num_tokens:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             num_tokens = sum(len(line.split()) + 1 for line in lines)
         if num_tokens != member.num_tokens:
             raise DataError(
-                f"{path} is not the file of this name in the corpus {name}: it contains {num_tokens:,} words and line "
+                f"{path} is not the file {path.name} of the corpus {name}: it contains {num_tokens:,} words and line "
                 f"ends, but the corpus's file contains {member.num_tokens:,}. Give the archive of {name} instead."
             )
     else:

@@ -40,7 +40,7 @@ def make_probe(
 
     Returns `tokens` [1, 2 * PROBE_LEN + 1] and `losses` [1, 2 * PROBE_LEN] in nats. `memory_lens` are the memory
     lengths of the layers, in tokens. If `tokens` are not given, `probe_tokens` chooses them. All ranks call this
-    function together, because parameters may be sharded. The losses are computed in fp32 even if training uses tf32, so
+    function together, because parameters may be sharded. Matrix products of fp32 weights are never computed in tf32, so
     that any device can reproduce the losses.
     """
     if tokens is None:

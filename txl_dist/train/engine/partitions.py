@@ -259,7 +259,8 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
 
 
 _ROW = 1_024
-"""Number of values that a norm adds one after the other."""
+"""Length of the rows into which a tensor is cut to compute its norm. The squares of a row are summed first, then the
+sums of the rows, so that rounding errors stay small."""
 
 
 def _norm_in_rows(values: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ class Validator:
         return result
 
     def _evaluate(self, step: int) -> tuple[dict[str, float], bool]:
-        """Evaluate every validation split and measure the memory with the engine's present weights. Returns the result
-        of `evaluate`."""
+        """Compute the loss of every validation split with the engine's present weights, and the gain from the model's
+        memory. Returns the result of `evaluate`."""
         before_segment = partial(self._before_segment, step)
         train = self._config.train
         evaluate: Callable[..., Evaluation]

@@ -235,7 +235,7 @@ def test_folders_that_lack_a_file_or_hold_another_or_cannot_be_proven_are_refuse
         materialise("wikitext-2", tmp_path / "out", source=str(tmp_path / "wikitext"))
     for split, content in WORDS.items():
         save(tmp_path / "wikitext" / f"{split}.txt", content)
-    with pytest.raises(DataError, match=rf"train\.txt.*{sha256(WORDS['train'])}, not 9e9fa1ad"):
+    with pytest.raises(DataError, match=rf"train\.txt.*{sha256(WORDS['train'])}, but the corpus's file has 9e9fa1ad"):
         materialise("wikitext-2", tmp_path / "out", source=str(tmp_path / "wikitext"))
     save(tmp_path / "wikitext" / "news.en-00001-of-00100", b"a\n")
     with pytest.raises(DataError, match="the checksum of the corpus's file is unknown"):

@@ -234,6 +234,7 @@ NOT_ON_THE_PAGE = {
     "`x.json` over many lines": ("refused: a JSON object over several lines", "`jq -c . x.json > out.jsonl`"),
     "`x.txt`, a pointer of git-annex": ("refused: a git-annex pointer", "`git annex get x.txt`"),
     "`x.jsonl.GZ`": ("JSON lines", ""),
+    "`x.jsonl.gz`, not compressed": ("JSON lines", ""),
     "`x.txt`, JSON lines": ("text", "`--documents jsonl`"),
     "`x.7z`": ("refused: a 7z archive", "`7z x x.7z`"),
     "`x.txt.lz4`": ("refused: compressed (lz4)", "`lz4 -d x.txt.lz4`"),
