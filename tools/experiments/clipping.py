@@ -8,7 +8,7 @@ If almost every step is clipped, `optim.clip_norm` determines the step size. Eac
 Python's standard library, in its own kind of tokens. Optimizer, learning rate, schedule, clip norm and dropout are
 those of the recipe. The schedule ends after `--steps` steps, and the warm-up takes at most a quarter of the steps. A
 recipe of more than 6 million parameters is made smaller: 4 layers, `--lanes` lanes (batch rows) of 64 tokens, and a
-memory of 64 tokens. All recipes train in fp32 on one rank.
+memory of 64 tokens. Lengths of XLNet's objective shrink with the segment. All recipes train in fp32 on one rank.
 
 Limitations: The gradient of fewer lanes has more noise and a larger norm, and the norm falls in a long run. The figures
 describe short runs of small models only.
@@ -51,6 +51,7 @@ TOKENS = {
     **dict.fromkeys(("lm1b_base", "lm1b_large", "nvidia_wt103_base", "nvidia_wt103_large"), WORDS),
     **dict.fromkeys(("ptb", "wikitext2", "wikitext2_cpu", "wt103_base", "wt103_large"), WORDS),
     **dict.fromkeys(("books_bpe_cpu", "modern_quickstart", "quickstart", "stdlib_cpu"), PIECES),
+    **dict.fromkeys(("xlnet_base", "xlnet_cpu", "xlnet_large"), PIECES),
     "mine": Tokens("bpe", 512),
 }
 """Kind of tokens of each recipe, by the recipe's name."""
@@ -71,14 +72,19 @@ def scaled(config: Config, *, steps: int, vocab_size: int, lanes: int = 8) -> Co
     if count_parameters(fitting, vocab_size=vocab_size) <= LARGE:
         limits = dict.fromkeys(limits, 10**9)
     num_lanes = min(batch.num_lanes, limits["lanes"])
-    values = {
+    segment_len = min(batch.segment_len, limits["tokens"])
+    shares = {
+        f"train.{name}": getattr(batch, name) * segment_len // batch.segment_len
+        for name in ("reuse_len", "predicted_len", "order_len")
+    }
+    values = shares | {
         "model.num_layers": min(model.num_layers, limits["layers"]),
         "model.cutoffs": cutoffs,
         "model.tie_projections": ties,
         "optim.warmup_steps": min(optim.warmup_steps, steps // 4),
         "train.num_lanes": num_lanes,
         "train.microbatch_lanes": min(batch.microbatch_lanes, num_lanes),
-        "train.segment_len": min(batch.segment_len, limits["tokens"]),
+        "train.segment_len": segment_len,
         "train.memory_len": min(batch.memory_len, limits["tokens"]),
         "train.max_steps": steps,
         "engine.precision": "fp32",

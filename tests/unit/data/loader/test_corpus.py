@@ -140,7 +140,7 @@ def flip(name: str, *, at: int | None = None) -> Callable[[Path], None]:
 
 DAMAGE = {
     "cut at a member border": (cut_at_member_border, r"train-000001\.tar has .* bytes"),
-    "flipped payload bit": (flip("train-000001.tar"), r"train-000001\.tar, document 0 .*: damaged"),
+    "flipped payload bit": (flip("train-000001.tar"), r"train-000001\.tar, document 0 .*damaged"),
     "flipped record bit": (flip("train-000001.tar.idx", at=9), r"train-000001\.tar\.idx is damaged"),
     "missing tar": (lambda folder: (folder / "train-000001.tar").unlink(), r"cannot read .*train-000001\.tar:"),
     "missing records": (lambda folder: (folder / "train-000001.tar.idx").unlink(), r"train-000001\.tar\.idx"),

@@ -119,7 +119,7 @@ def test_a_key_that_is_null_is_absent_of_a_prompt() -> None:
     assert prompts('{"prompt": null, "tokens": [1, 2], "log_probs": null}') == [[1, 2]]
     with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: the line must be an object"):
         prompts('{"prompt": "a"}', '{"prompt": null, "tokens": null}')
-    with pytest.raises(ConfigError, match="text: the output would overwrite this key"):
+    with pytest.raises(ConfigError, match="keys text, which the output would overwrite"):
         prompts('{"prompt": "a", "text": "b"}')
 
 
