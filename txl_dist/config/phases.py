@@ -240,8 +240,8 @@ def _parsed(text: str, last: Phase) -> Phase:
         if lanes % last.num_lanes:
             raise ConfigError(
                 f'train.phases: "{text}": num_lanes={values["num_lanes"]:g} needs its own microbatch_lanes. '
-                f"In [train] a micro-batch has {last.microbatch_lanes} of {counted(last.num_lanes, 'lane')}, and the same "
-                "share of this phase's lanes is not a whole number. Add microbatch_lanes=N to this phase."
+                f"In [train] a micro-batch has {last.microbatch_lanes} of {counted(last.num_lanes, 'lane')}, and the "
+                "same share of this phase's lanes is not a whole number. Add microbatch_lanes=N to this phase."
             )
         values["microbatch_lanes"] = lanes // last.num_lanes
     segment_len = int(values.get("segment_len", last.segment_len))
