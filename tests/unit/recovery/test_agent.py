@@ -25,6 +25,7 @@ sys.exit(Agent(start, silent_s=1.0, max_in_row=int(sys.argv[2])).run())
 """
 RANK = """
 import json, os, sys, threading, time
+import psutil
 from txl_dist.recovery.agent import connect_to
 from txl_dist.recovery.seat import read_seat
 from txl_dist.recovery.spare import is_spare, serve_replacements
@@ -63,6 +64,10 @@ if is_first:
         port, key = json.load(file)
     link.send({"kind": "coordinator", "host": "127.0.0.1", "port": int(port), "key": key})
     link.send({"kind": "stepped", "generation": 1})
+    agent = psutil.Process(seat.agent)
+    while not any(each.raddr and each.raddr.port == int(port) for each in agent.net_connections("tcp")):
+        time.sleep(0.02)  # until the agent knows the coordinator
+    time.sleep(0.2)
     note("began")
 while True:
     for message in link.receive():
