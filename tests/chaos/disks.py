@@ -67,7 +67,7 @@ def last_save(lab: Lab, *, kind: str) -> Case:
         asked_s = REQUESTS[kind](job, run)
         case.exit_codes.append(job.wait())
         case.detect_s = round(max(at for _, at in job.exits.values()) - asked_s, 2)
-        case.message_ok = "The same command then continues from step_000000018" in job.text
+        case.message_ok = "The run then continues from step_000000018" in job.text
     if case.exit_codes != [[2, 2]] or not case.message_ok:
         case.problems.append(f"exit codes {case.exit_codes}: {job.text[-500:]}")
     lab.finish(case, run, *words)

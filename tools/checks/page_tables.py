@@ -87,7 +87,7 @@ READING = (
         "writing, checking, choosing and reading",
         (
             *("train/checkpoint/fragments.py", "train/checkpoint/memories.py", "train/checkpoint/writer.py"),
-            *("train/checkpoint/validate.py", "train/checkpoint/read.py", "train/checkpoint/engine_probe.py"),
+            *("train/checkpoint/validate.py", "train/checkpoint/read.py"),
             "train/checkpoint/manager.py",
         ),
     ),
