@@ -146,7 +146,7 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
     if "XLNET_BOOKS" in wanted:
         (folder / "xlnet_books").mkdir()
         books = [
-            {"id": f"{author}/{title}", "text": f"{author} writes {title}. " * 300}
+            {"id": f"{author}/{title}", "text": f"{author} writes {title}, not cde. " * 300}
             for author in "ab"
             for title in "cde"
         ]
