@@ -45,6 +45,7 @@ from txl_dist.evaluation.scoring import (
     Scores,
     enough_memory,
     part_values,
+    pass_tokens,
 )
 from txl_dist.evaluation.target import Target, require_same
 from txl_dist.model.memory import Memory, attended
@@ -98,7 +99,7 @@ def score_any_order(
         run_on_rank0(outputs.check_files)
         require_same([target])
         plans = run_on_all_ranks(lambda: _plans(split, rows, overrides, ranks=ranks))
-        total = sum(plan.num_passes * _pass_tokens(plan, ranks) for plan in plans)
+        total = sum(plan.num_passes * pass_tokens(plan.text, ranks) for plan in plans)
         opener = ModelOpener(target)
         results: dict[str, Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
@@ -161,11 +162,6 @@ def _plans(split: Split, rows: list[ScoredRow], overrides: Overrides, *, ranks: 
     return plans
 
 
-def _pass_tokens(plan: _Plan, ranks: RankInfo) -> int:
-    """Return the number of tokens that all ranks together read in one forward pass."""
-    return len(plan.text.lanes) * ranks.world_size * plan.text.segment_len
-
-
 def _score(model: TransformerXL, plan: _Plan, *, ranks: RankInfo, progress: Progress, with_zeros: bool) -> Result:
     """Run one evaluation on all ranks and return its result."""
     config = plan.config
@@ -176,7 +172,7 @@ def _score(model: TransformerXL, plan: _Plan, *, ranks: RankInfo, progress: Prog
 
     def advance() -> None:
         if ranks.is_rank0:
-            progress.advance(_pass_tokens(plan, ranks))
+            progress.advance(pass_tokens(plan.text, ranks))
 
     losses = _losses_of(model)
     if plan.prediction == "random_order":

@@ -225,7 +225,7 @@ def score_model(
             distinct_plans.setdefault(plan.lengths, plan)
         total = 0
         for plan in distinct_plans.values():
-            total += plan.num_passes(adaptation) * _pass_tokens(plan.cut, ranks)
+            total += plan.num_passes(adaptation) * pass_tokens(plan.cut, ranks)
 
         model_opener = ModelOpener(target)
         log_probs: LogProbs | None = None
@@ -356,7 +356,7 @@ class ModelOpener:
         return self._model
 
 
-def _pass_tokens(cut: EvaluationText, ranks: RankInfo) -> int:
+def pass_tokens(cut: EvaluationText, ranks: RankInfo) -> int:
     """Return the number of tokens that all ranks together score in one batch."""
     return len(cut.lanes) * ranks.world_size * cut.segment_len
 
@@ -414,7 +414,7 @@ def _score(
 
     def advance() -> None:
         if ranks.is_rank0:
-            progress.advance(_pass_tokens(plan.cut, ranks))
+            progress.advance(pass_tokens(plan.cut, ranks))
 
     def keep_log_probs(batch: Batch, nll_BT: Tensor) -> None:
         if log_probs is not None:

@@ -32,6 +32,14 @@ def folder_like_golden(tmp_path: Path, **config: Any) -> Path:
     return folder
 
 
+def transformers_with_xlnet() -> Any:
+    """Return the module transformers. Skips the test if the module is missing or has no XLNet."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "XLNetLMHeadModel"):
+        pytest.skip("this version of transformers has no XLNet")
+    return transformers
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_an_imported_bundle_gives_the_losses_of_hugging_face(tmp_path: Path, suffix: str) -> None:
     folder = folder_like_golden(tmp_path)
@@ -60,9 +68,7 @@ def test_an_export_is_the_imported_folder_again_and_loads_in_transformers(tmp_pa
     assert all(torch.equal(before[name], after[name]) for name in before)
     again = import_xlnet(tmp_path / "out", user_settings={})
     assert again.model == load_bundle(tmp_path / "bundle").section
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "XLNetLMHeadModel"):
-        pytest.skip("this version of transformers has no XLNet")
+    transformers = transformers_with_xlnet()
     model = transformers.XLNetLMHeadModel.from_pretrained(tmp_path / "out").eval()
     golden = read_golden("permutation")
     with torch.no_grad():
@@ -95,9 +101,7 @@ def test_a_model_that_predicts_the_next_token_is_exported_with_one_direction(tmp
     export_to_xlnet(tmp_path / "bundle", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["attn_type"] == "uni"
     assert import_xlnet(tmp_path / "out", user_settings={}).model == load_bundle(tmp_path / "bundle").section
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "XLNetLMHeadModel"):
-        pytest.skip("this version of transformers has no XLNet")
+    transformers = transformers_with_xlnet()
     model = transformers.XLNetLMHeadModel.from_pretrained(tmp_path / "out").eval()
     golden = read_golden("causal")
     with torch.no_grad():
