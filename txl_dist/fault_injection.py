@@ -5,8 +5,8 @@
 The program calls `failpoint(phase, step=...)` at places that may fail. The phase is the name of the place. When rank,
 step and phase of this process match an entry for the n-th time (by default the first), the entry's fault happens there,
 once. Without the variable no fault happens. Rank, step, phase and generation may be `*`. The default phase is `step`,
-the beginning of a training step. The generation is 1 until a lost rank is replaced (txl_dist/recovery), which is the
-default. Each fault is announced on stderr with the time, so that a log shows which faults were injected.
+the beginning of a training step. The generation is 1 until a lost rank is replaced (`distributed/recovery`), which is
+the default. Each fault is announced on stderr with the time, so that a log shows which faults were injected.
 Kinds:
 
     kill     SIGKILL to this process            stop     SIGSTOP to this process

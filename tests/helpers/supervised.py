@@ -13,8 +13,8 @@ import time
 import traceback
 
 from tests.helpers.forked import run_txl
-from txl_dist.recovery.agent import SIGNALS, Agent
-from txl_dist.recovery.seat import SEAT, Seat
+from txl_dist.distributed.recovery.agent import SIGNALS, Agent
+from txl_dist.distributed.recovery.seat import SEAT, Seat
 
 
 class Forked:

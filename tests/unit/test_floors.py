@@ -24,7 +24,6 @@ HOUSE = (
     "console",
     "artifacts config",
     "distributed tokenizers vocabulary_clusters",
-    "recovery",
     "data model",
     "inference",
     "serve train",
@@ -39,6 +38,7 @@ INSIDE = {
     "config": ("flags foreign_names registry renamed", "schema", "load", "phases"),
     "console": ("echo formatting suggest", "logging", "progress"),
     "data": ("format workers", "storage", "loader", "verify", "prepare"),
+    "distributed": ("malloc processes rank_environment socket_cut", "connection rendezvous", "collectives", "recovery"),
     "train": (
         "callbacks run_dir schedule stability warm_start",
         "engine state",
@@ -56,8 +56,9 @@ STRANGERS = {("inference", "data")}
 """Who does not know whom although it lies below."""
 LIGHT = {
     *("__init__", "__main__", "artifacts", "cli", "config", "console", "data", "errors", "io", "rng"),
-    *("recovery", "tokenizers", "version"),
+    *("tokenizers", "version"),
     *("distributed/connection", "distributed/malloc", "distributed/processes", "distributed/rank_environment"),
+    "distributed/recovery",
 }
 """Folders and files that can be imported without torch."""
 HEAVY = {"cli/prompts", "io/tensor_files"}
@@ -101,7 +102,7 @@ def room_of(file: str) -> str:
 def is_light(file: str) -> bool:
     """Whether a file must be importable without torch."""
     name = file.removesuffix(".py")
-    return bool({name, folder_of(file)} & LIGHT) and name not in HEAVY
+    return bool({name, folder_of(file), room_of(file)} & LIGHT) and name not in HEAVY
 
 
 def may_import(here: str, there: str) -> bool:

@@ -102,7 +102,7 @@ def train(argv: Sequence[str]) -> int:
         return 0
     recover = arguments.settings.recover
     if recover.spares:
-        from txl_dist.recovery.spare import supervise
+        from txl_dist.distributed.recovery.spare import supervise
 
         supervise(["train", *argv], silent_s=recover.silent_s, max_in_row=recover.max_in_row)
     else:
@@ -111,7 +111,7 @@ def train(argv: Sequence[str]) -> int:
 
     give_memory_back()  # before torch is imported
     if recover.spares:
-        from txl_dist.recovery.spare import is_spare, serve_replacements
+        from txl_dist.distributed.recovery.spare import is_spare, serve_replacements
         from txl_dist.train.monitoring.member import preload
 
         preload()

@@ -31,14 +31,14 @@ from torch.distributed import DistNetworkError, DistStoreError
 from txl_dist.artifacts import STACKS
 from txl_dist.distributed.collectives import broadcast_object, is_waiting, uses_gpu
 from txl_dist.distributed.connection import Message
+from txl_dist.distributed.recovery.agent import connect_to
+from txl_dist.distributed.recovery.coordinator import Loss
+from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat
+from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.socket_cut import SocketCut
 from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append
-from txl_dist.recovery.agent import connect_to
-from txl_dist.recovery.coordinator import Loss
-from txl_dist.recovery.seat import GENERATION, Seat, read_seat
-from txl_dist.recovery.status import StatusPage
 from txl_dist.train.engine.regroup import check_regroup, leave_groups
 from txl_dist.train.engine.zero import import_deepspeed
 from txl_dist.train.monitoring.watchdog import is_in_collective

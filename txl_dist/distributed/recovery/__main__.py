@@ -1,9 +1,12 @@
-"""Entry point of an agent: `python -m txl_dist.recovery OPTIONS`, where OPTIONS is JSON. Only `supervise` writes it."""
+"""Entry point of an agent: `python -m txl_dist.distributed.recovery OPTIONS`.
+
+OPTIONS is a JSON object, which only `supervise` writes.
+"""
 
 import sys
 
+from txl_dist.distributed.recovery.agent import run_agent
 from txl_dist.io.files import parse_object
-from txl_dist.recovery.agent import run_agent
 
 if __name__ == "__main__":
     options = parse_object(sys.argv[1])

@@ -29,11 +29,11 @@ from typing import Any, Protocol
 
 from txl_dist.distributed.connection import Connection, Message
 from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.recovery.coordinator import Coordinator
+from txl_dist.distributed.recovery.seat import SEAT, Seat, place_variables
+from txl_dist.distributed.recovery.server import CoordinatorServer
+from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.errors import HANG
-from txl_dist.recovery.coordinator import Coordinator
-from txl_dist.recovery.seat import SEAT, Seat, place_variables
-from txl_dist.recovery.server import CoordinatorServer
-from txl_dist.recovery.status import StatusPage
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that an agent passes on to its rank."""

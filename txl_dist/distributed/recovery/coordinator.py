@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.rank_environment import format_ranks
+from txl_dist.distributed.recovery.status import Status
 from txl_dist.errors import HANG
-from txl_dist.recovery.status import Status
 
 READY_S = 30.0
 """Seconds that a survivor has, after a plan, to leave its generation. Then its process is killed and replaced."""

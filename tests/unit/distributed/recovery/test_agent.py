@@ -15,8 +15,8 @@ import pytest
 
 AGENT = """
 import os, subprocess, sys
-from txl_dist.recovery.agent import Agent
-from txl_dist.recovery.seat import SEAT
+from txl_dist.distributed.recovery.agent import Agent
+from txl_dist.distributed.recovery.seat import SEAT
 
 def start(seat):
     return subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | {SEAT: seat.to_json()})
@@ -26,10 +26,10 @@ sys.exit(Agent(start, silent_s=1.0, max_in_row=int(sys.argv[2])).run())
 RANK = """
 import json, os, sys, threading, time
 import psutil
-from txl_dist.recovery.agent import connect_to
-from txl_dist.recovery.seat import read_seat
-from txl_dist.recovery.spare import is_spare, serve_replacements
-from txl_dist.recovery.status import StatusPage
+from txl_dist.distributed.recovery.agent import connect_to
+from txl_dist.distributed.recovery.seat import read_seat
+from txl_dist.distributed.recovery.spare import is_spare, serve_replacements
+from txl_dist.distributed.recovery.status import StatusPage
 
 if is_spare(os.environ):
     serve_replacements()

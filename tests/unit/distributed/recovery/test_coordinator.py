@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from txl_dist.recovery.coordinator import PER_HOUR, READY_S, REPLACED_S, Coordinator
+from txl_dist.distributed.recovery.coordinator import PER_HOUR, READY_S, REPLACED_S, Coordinator
 
 LIMIT_S = 60.0
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from txl_dist.distributed.connection import Connection
-from txl_dist.recovery.agent import SIGNALS, connect_to
-from txl_dist.recovery.seat import SEAT, Seat, read_seat, seat_of, take_seat
+from txl_dist.distributed.recovery.agent import SIGNALS, connect_to
+from txl_dist.distributed.recovery.seat import SEAT, Seat, read_seat, seat_of, take_seat
 
 _POLL_S = 0.05
 
@@ -35,7 +35,7 @@ def supervise(words: Sequence[str], *, silent_s: float, max_in_row: int) -> None
     options = json.dumps({"words": list(words), "silent_s": silent_s, "max_in_row": max_in_row})
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "txl_dist.recovery", options])
+    os.execv(sys.executable, [sys.executable, "-m", "txl_dist.distributed.recovery", options])
 
 
 def is_spare(environment: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, listen
-from txl_dist.recovery.coordinator import Coordinator
+from txl_dist.distributed.recovery.coordinator import Coordinator
 
 TICK_S = 0.2
 """Seconds between two judgements of the coordinator, if no message arrives."""
