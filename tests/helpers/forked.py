@@ -45,6 +45,14 @@ def place(rank: int, world_size: int, port: int | str) -> dict[str, object]:
     return who | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
+def place_on_node(rank: int, world_size: int, port: int | str, *, num_nodes: int) -> dict[str, object]:
+    """Return the variables with which launchers on several nodes set the rank of a process. The nodes are pretended:
+    all of them are this machine."""
+    local_size = world_size // num_nodes
+    local = {"LOCAL_RANK": rank % local_size, "LOCAL_SIZE": local_size, "TXL_NODE": f"node{rank // local_size}"}
+    return place(rank, world_size, port) | local
+
+
 def free_port() -> int:
     """Return a port of this machine on which no process listens."""
     with socket.socket() as probe:

@@ -43,8 +43,10 @@ class Job:
     """One start of a run: its ranks, their exits, and their common log. Leaving the context kills the ranks that still
     run."""
 
-    def __init__(self, *words: str, log: Path, ranks: int = 2, fault: str = "", cwd: Path | None = None) -> None:
-        """Start `txl WORDS` on `ranks` ranks. Their output is appended to `log`."""
+    def __init__(
+        self, *words: str, log: Path, ranks: int = 2, fault: str = "", cwd: Path | None = None, nodes: int = 1
+    ) -> None:
+        """Start `txl WORDS` on `ranks` ranks. Their output is appended to `log`. More than one node is pretended."""
         self.log, self.started_s = log, time.time()
         log.touch()
         self._log_start = self._scanned = log.stat().st_size
@@ -56,7 +58,8 @@ class Job:
         self._port, self.leaked_bytes = str(free_port()), 0
         self._processes = []
         for rank in range(ranks):
-            variables = forked.environment(**forked.place(rank, ranks, self._port), TXL_FAILPOINTS=fault)
+            place = forked.place_on_node(rank, ranks, self._port, num_nodes=nodes)
+            variables = forked.environment(**place, TXL_FAILPOINTS=fault)
             program = run_supervised if "--recover.spares" in words else forked.run_txl
             self._processes.append(forked.start(program, *words, variables=variables, cwd=cwd, out=log))
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from txl_dist.distributed.connection import Connection, Message
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.coordinator import Coordinator
-from txl_dist.distributed.recovery.seat import SEAT, Seat, place_variables
+from txl_dist.distributed.recovery.seat import SEAT, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.errors import HANG
@@ -216,8 +216,7 @@ class Agent:
         self._key = message["key"]
         self._coordinator = Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, self._obey)
-        process = process_id()
-        place = {"host": process.host, "node": f"{process.host} {process.place}"}
+        place = {"host": socket.gethostname(), "node": node_name()}
         self._tell_coordinator({"kind": "hello", "seat": self._seat, "pid": self._pid, **place})
 
     def _tell_coordinator(self, message: Message) -> None:

@@ -11,12 +11,15 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from txl_dist.distributed.processes import process_id
 from txl_dist.io.files import parse_object, typed
 
 SEAT = "TXL_RECOVERY_SEAT"
 """Environment variable with the seat of a process, as JSON. An agent sets it for its rank and for a spare."""
 GENERATION = "TXL_GENERATION"
 """Environment variable with the generation in which a process is: 1 at the start of a job, plus 1 per recovery."""
+NODE = "TXL_NODE"
+"""Environment variable with the name of this node. Tests set it to run several pretended nodes on one machine."""
 PLACE = ("RANK", "LOCAL_RANK", "CROSS_RANK", "GROUP_RANK", "ROLE_RANK", "CUDA_VISIBLE_DEVICES")
 """Environment variables that differ between the ranks of a node. A replacement takes those of the lost rank."""
 
@@ -46,6 +49,12 @@ class Seat(NamedTuple):
     def to_json(self) -> str:
         """Return the seat as text for the environment variable."""
         return json.dumps(self)
+
+
+def node_name() -> str:
+    """Return the name of this node, which the processes of one machine and pid namespace share."""
+    process = process_id()
+    return os.environ.get(NODE) or f"{process.host} {process.place}"
 
 
 def read_seat(environment: Mapping[str, str]) -> Seat | None:
