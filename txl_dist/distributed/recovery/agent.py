@@ -25,13 +25,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from txl_dist.distributed.connection import Connection, Message
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.coordinator import Coordinator
 from txl_dist.distributed.recovery.seat import SEAT, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
+from txl_dist.distributed.recovery.spare_process import Child, SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.errors import HANG
 
@@ -47,26 +48,11 @@ END_S = 10.0
 """Seconds that a rank has to end by itself after the job was ended. Then it is killed."""
 DUMP_S = 0.5
 """Seconds that a rank that hangs has to write its stack traces before it is killed."""
+BEGIN_S = 30.0
+"""Seconds in which a replacement must connect after it was forked. Then it is killed."""
 CONNECT_S = 10.0
 """Largest number of seconds to wait for a connection to the coordinator."""
 _PR_SET_PDEATHSIG = 1
-
-
-class Child(Protocol):
-    """Interface of a process that an agent has started, as `subprocess.Popen` implements it."""
-
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process."""
-
-    def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code."""
 
 
 Start = Callable[[Seat], Child]
@@ -94,7 +80,6 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._rank_link: Connection | None = None
-        self._spare_link: Connection | None = None
         self._coordinator: Connection | None = None
         self._key = ""
         self._pid = 0
@@ -106,9 +91,11 @@ class Agent:
         self._plan: Message | None = None
         self._deadline_s: float | None = None
         """Time at which the rank is killed, because the job has ended."""
-        self._asked: list[list[object]] = []
-        """Seats for which the spare must fork a replacement."""
-        self._spare: Child | None = None
+        self._spare = SpareProcess(lambda: self._start(self._seat._replace(is_spare=True)))
+        self._begin_by_s: float | None = None
+        """Time by which a replacement that was forked must connect."""
+        self._cause = ""
+        """Reason for which this agent has killed the rank's process, or an empty text."""
         self._stop: tuple[int, int] | None = None
         """Last stop signal, and the process that it was sent to."""
         self._next_report_s = 0.0
@@ -125,6 +112,7 @@ class Agent:
                 key.data(key.fileobj)
             now_s = time.monotonic()
             self._report(now_s)
+            self._look_at_spare(now_s)
             if self._deadline_s is not None and now_s > self._deadline_s:
                 self._signal(signal.SIGKILL)
             code = self._look_at_rank(now_s)
@@ -132,8 +120,7 @@ class Agent:
             self._coordinator.peer.close()
         if self._server is not None:
             self._server.close(grace_s=END_S if code else 1.0)
-        if self._spare is not None:
-            self._spare.kill()
+        self._spare.end()
         return code
 
     def _make_seat(self) -> Seat:
@@ -177,25 +164,32 @@ class Agent:
             connection.peer.close()
             if connection is self._rank_link:
                 self._rank_link = None
-                self._closed_s = time.monotonic()
-            elif connection is self._spare_link:
-                self._spare_link = None
-                self._restart_spare()
+                if self._pid > 0:  # else its end was noticed before
+                    self._closed_s = time.monotonic()
+            elif self._spare.is_at(connection):
+                self._spare.disconnect()
 
     def _act(self, connection: Connection, message: Message) -> None:
         """Act on one message of a process of this node."""
         kind = message["kind"]
+        now_s = time.monotonic()
         if kind == "rank":
             self._rank_link = connection
             self._closed_s = None
+            self._begin_by_s = None
             self._pid = int(message["pid"])
             self._tell_coordinator({"kind": "started", "pid": self._pid})
             if self._plan is not None:
                 self._tell_rank(self._plan)
         elif kind == "spare":
-            self._spare_link = connection
-            self._fork_replacements()
-        elif kind == "exited":  # from the spare that has forked this agent's rank
+            self._spare.connect(connection, now_s)
+        elif self._spare.is_at(connection):
+            self._spare.answer(message, now_s)
+        elif kind == "forked":  # from the spare that has forked this agent's rank
+            if self._rank_link is None:  # else the replacement itself was faster
+                self._pid = int(message["pid"])
+                self._begin_by_s = now_s + BEGIN_S
+        elif kind == "exited":
             if message["pid"] == self._pid:
                 self._exit_status = message["status"]
         elif kind == "coordinator":
@@ -203,8 +197,8 @@ class Agent:
         elif kind == "leaving":
             self._is_leaving = True
         else:
-            if kind == "stepped" and self._is_first_of_node and self._spare is None:
-                self._restart_spare()
+            if kind == "stepped" and self._is_first_of_node:
+                self._spare.ensure(now_s)
             if kind == "ready" and self._stop is not None and self._stop[1] != self._pid:
                 self._forward(self._stop[0], None)  # it was sent to a process that was lost
             self._tell_coordinator(message)
@@ -248,8 +242,7 @@ class Agent:
             elif kind == "meet":
                 self._tell_rank(message)
             elif kind == "replace":
-                self._asked.append(message["seat"])
-                self._fork_replacements()
+                self._spare.request(message["seat"], time.monotonic())
             elif kind == "kill":
                 if message["dump"]:
                     self._signal(signal.SIGABRT)
@@ -280,6 +273,16 @@ class Agent:
             self._next_report_s = now_s + REPORT_EVERY_S
             self._tell_coordinator({"kind": "status", "status": self._page.read()})
 
+    def _look_at_spare(self, now_s: float) -> None:
+        """Notice a spare that is dead or silent, and a replacement that was forked and has not connected."""
+        for seat in self._spare.look(now_s):
+            self._tell_coordinator({"kind": "unfilled", "seat": seat})
+        if self._begin_by_s is not None and now_s > self._begin_by_s:
+            self._begin_by_s = None
+            self._cause = f"the replacement did not begin within {BEGIN_S:g} s"
+            self._closed_s = now_s
+            self._signal(signal.SIGKILL)
+
     def _look_at_rank(self, now_s: float) -> int | None:
         """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""
         if self._pid == 0 and self._deadline_s is not None:
@@ -300,30 +303,12 @@ class Agent:
         self._exit_status = None
         self._closed_s = None
         self._pid = 0
-        died = {"kind": "died", "cause": signal.Signals(-code).name, "status": self._page.read()}
+        cause = self._cause or signal.Signals(-code).name
+        died = {"kind": "died", "cause": cause, "status": self._page.read()}
+        self._cause = ""
         self._page.clear()
         self._tell_coordinator(died)
         return None
-
-    def _restart_spare(self) -> None:
-        """Start the spare of this node. It says `spare` once it has imported everything."""
-        if self._spare is not None:
-            self._spare.kill()
-            self._spare.wait()
-        self._spare = self._start(self._seat._replace(is_spare=True))
-
-    def _fork_replacements(self) -> None:
-        """Pass the seats that need a process to the spare, or start the spare."""
-        if self._spare_link is None:
-            if self._spare is None:
-                self._restart_spare()
-            return
-        while self._asked:
-            try:
-                self._spare_link.send({"kind": "fork", "seat": self._asked[0]})
-            except OSError:
-                return  # its end is noticed, and another one is started
-            self._asked.pop(0)
 
 
 def _listen_at(address: str) -> socket.socket:

@@ -1,6 +1,6 @@
 """The coordinator of recovery: hears the agents of all ranks, and decides which ranks are replaced and when they meet.
 
-    agent -> coordinator    hello, status, died, ready, stepped, left
+    agent -> coordinator    hello, status, died, unfilled, ready, stepped, left
     coordinator -> agent    plan, replace, meet, kill, end
 
     all run --a rank is lost--> plan g + 1 to all --every rank is ready--> meet --all made a step--> all run
@@ -133,6 +133,8 @@ class Coordinator:
             self._ranks[rank].pid = int(message["pid"])
         elif kind == "died":
             self._lose(rank, message, now_s)
+        elif kind == "unfilled":
+            self._stay_unfilled(list(message["seat"]))
         elif kind == "ready":
             self._become_ready(rank, message)
         elif kind == "stepped":
@@ -190,6 +192,12 @@ class Coordinator:
         self.lines.append(f"{loss}. Its replacement continues in the same job")
         self._plan(now_s)
         self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
+
+    def _stay_unfilled(self, seat: list[object]) -> None:
+        """End the job, because the spares of a node have failed and the rank with this seat gets no process."""
+        for rank, one in self._ranks.items():
+            if one.seat == seat and not one.is_alive:
+                self._end(f"rank {rank} on {one.host} cannot be replaced, because the spares there have failed")
 
     def _plan(self, now_s: float) -> None:
         """Send the next generation to all ranks."""

@@ -70,6 +70,8 @@ def serve_replacements() -> None:
             if message["kind"] == "fork" and _fork(seat_of(message["seat"]), parents):
                 agent.peer.close()
                 return
+            with suppress(OSError):  # the agent has ended, which the next turn notices
+                agent.send({"kind": "forked" if message["kind"] == "fork" else "pong"})
         _report_exits(parents)
 
 
@@ -85,6 +87,8 @@ def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:
     pid = os.fork()
     if pid:
         parents[pid] = link
+        with suppress(OSError):  # that agent has ended
+            link.send({"kind": "forked", "pid": pid})
         return False
     for connection in (link, *parents.values()):
         connection.peer.close()

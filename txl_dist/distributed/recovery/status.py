@@ -59,7 +59,7 @@ class StatusPage:
     def progress(self, *, step: int, phase: str) -> None:
         """Note that the main thread has begun a phase of a step."""
         struct.pack_into("q", self._page, _STEP, step)
-        self._page[_PHASE : _PHASE + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")
+        self._set_phase(phase)
         struct.pack_into("d", self._page, _PROGRESS, time.monotonic())
 
     def set_limit(self, limit_s: float) -> None:
@@ -67,8 +67,9 @@ class StatusPage:
         struct.pack_into("d", self._page, _LIMIT, limit_s)
 
     def clear(self) -> None:
-        """Forget the process that was the rank: its replacement is not silent yet."""
+        """Forget the process that was the rank: its replacement is not silent yet, and in the phase `begin`."""
         struct.pack_into("d", self._page, _LIMIT, 0.0)
+        self._set_phase("begin")
 
     def read(self) -> Status:
         """Return the present values."""
@@ -76,3 +77,6 @@ class StatusPage:
         heartbeat_s, progress_s, limit_s, step, is_waiting = struct.unpack_from("dddqq", self._page, 0)
         phase = self._page[_PHASE : _PHASE + _PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
         return Status(now_s - heartbeat_s, now_s - progress_s, limit_s, step, phase, bool(is_waiting))
+
+    def _set_phase(self, phase: str) -> None:
+        self._page[_PHASE : _PHASE + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")

@@ -32,6 +32,11 @@ from txl_dist.distributed.recovery.spare import is_spare, serve_replacements
 from txl_dist.distributed.recovery.status import StatusPage
 
 if is_spare(os.environ):
+    with open(f"{os.environ['FOLDER']}/spares", "a+") as file:
+        file.write(f"began {os.getpid()}\\n")
+        file.seek(0)
+        if len(file.readlines()) <= int(os.environ.get("NUM_BAD_SPARES", "0")):
+            os._exit(1)
     serve_replacements()
 seat, rank = read_seat(os.environ), int(os.environ["RANK"])
 folder = os.environ["FOLDER"]
@@ -86,7 +91,7 @@ while True:
 class Agents:
     """Two agents on this machine, and what their ranks have noted."""
 
-    def __init__(self, folder: Path, *, max_in_row: int = 3) -> None:
+    def __init__(self, folder: Path, *, max_in_row: int = 3, num_bad_spares: int = 0) -> None:
         self.folder = folder
         agent, rank = folder / "agent.py", folder / "rank.py"
         agent.write_text(AGENT, encoding="utf-8")
@@ -94,14 +99,15 @@ class Agents:
         self.agents = []
         for number in range(2):
             place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "FOLDER": str(folder)}
+            place["NUM_BAD_SPARES"] = str(num_bad_spares)
             words = [sys.executable, str(agent), str(rank), str(max_in_row)]
             self.agents.append(subprocess.Popen(words, env=os.environ | place, stderr=subprocess.PIPE, text=True))
 
-    def notes(self, rank: int) -> list[str]:
+    def notes(self, rank: int | str) -> list[str]:
         path = self.folder / str(rank)
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
-    def wait_for(self, word: str, *, rank: int, limit_s: float = 60.0) -> int:
+    def wait_for(self, word: str, *, rank: int | str, limit_s: float = 60.0) -> int:
         """Wait until a rank has noted a word. Returns the pid of the process that did."""
         end_s = time.monotonic() + limit_s
         while True:
@@ -111,14 +117,17 @@ class Agents:
             assert time.monotonic() < end_s, f"rank {rank} never noted {word}: {self.notes(rank)}"
             time.sleep(0.02)
 
+    def end(self) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[Agents]:
     started = Agents(tmp_path)
     yield started
-    for agent in started.agents:
-        agent.kill()
-        agent.wait()
+    started.end()
 
 
 def test_a_killed_rank_is_replaced_and_the_other_keeps_its_process(agents: Agents) -> None:
@@ -144,6 +153,26 @@ def test_a_stopped_rank_is_killed_and_replaced(agents: Agents) -> None:
     os.kill(victim, signal.SIGSTOP)
     assert agents.wait_for("met 2", rank=0) == survivor
     assert agents.wait_for("met 2", rank=1) != victim
+
+
+def test_a_spare_that_dies_before_it_is_ready_is_restarted_and_then_replaces_the_rank(tmp_path: Path) -> None:
+    agents = Agents(tmp_path, num_bad_spares=1)
+    survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(victim, signal.SIGKILL)
+    assert agents.wait_for("met 2", rank=0, limit_s=20) == survivor
+    assert agents.wait_for("met 2", rank=1) != victim
+    assert len(agents.notes("spares")) == 2
+    agents.end()
+
+
+def test_spares_that_fail_one_after_another_end_the_job_with_the_reason(tmp_path: Path) -> None:
+    agents = Agents(tmp_path, num_bad_spares=100)
+    _, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(victim, signal.SIGKILL)
+    assert [agent.wait(30) for agent in agents.agents] == [76, 76]
+    error = agents.agents[0].stderr
+    assert error is not None
+    assert "cannot be replaced, because the spares there have failed" in error.read()
 
 
 def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) -> None:

@@ -1,0 +1,166 @@
+"""The spare of a node as its agent sees it: started, asked for replacements, and restarted when it fails.
+
+    start --> connected within START_S --> asked: an answer within ANSWER_S --> idle: asked every PING_EVERY_S
+      ^                 |                            |                                   |
+      +-----------------+----------------------------+-----------------------------------+  dead or silent: killed
+
+The spare that follows gets the requests that its predecessor has not answered. After `ATTEMPTS` failures in a row the
+requests are given back to the caller, so no rank waits forever for a replacement.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from txl_dist.console.echo import echo
+from txl_dist.distributed.connection import Connection, Message
+
+START_S = 60.0
+"""Seconds in which a spare must have imported everything and connected."""
+ANSWER_S = 10.0
+"""Seconds in which a spare must answer."""
+PING_EVERY_S = 10.0
+"""Seconds between two questions to an idle spare."""
+ATTEMPTS = 3
+"""Number of spares in a row that may fail, before a request for a replacement is given back."""
+
+
+class Child(Protocol):
+    """Interface of a process that an agent has started, as `subprocess.Popen` implements it."""
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while the process runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process."""
+
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
+
+
+class SpareProcess:
+    """The spare of this node. All times are of the monotonic clock."""
+
+    def __init__(self, start: Callable[[], Child]) -> None:
+        """Start nothing yet. `start` starts a process that sends `spare` once it has imported everything."""
+        self._start = start
+        self._child: Child | None = None
+        self._link: Connection | None = None
+        self._requests: list[list[object]] = []
+        """Seats for which the spare must fork a replacement, in order. The spare has not answered them."""
+        self._num_sent = 0
+        """Number of requests that were sent to the present spare."""
+        self._due_s = 0.0
+        """Time by which the spare must connect or answer, or 0 if no answer is due."""
+        self._is_lost = False
+        """Whether the connection of the spare has ended."""
+        self._ping_s = 0.0
+        """Time of the next question to an idle spare."""
+        self._num_failed = 0
+        """Number of spares that have failed since the last answer of one."""
+
+    def ensure(self, now_s: float) -> None:
+        """Start a spare if there is none."""
+        if self._child is None:
+            self._child = self._start()
+            self._num_sent = 0
+            self._due_s = now_s + START_S
+
+    def request(self, seat: list[object], now_s: float) -> None:
+        """Ask for a replacement with this seat."""
+        if not self._requests and self._child is None:
+            self._num_failed = 0  # earlier spares have failed, and this is a new request
+        self._requests.append(seat)
+        self.ensure(now_s)
+        self._send(now_s)
+
+    def connect(self, link: Connection, now_s: float) -> None:
+        """Note that the spare has imported everything, and waits for requests at this connection."""
+        self._link = link
+        self._is_lost = False
+        self._due_s = 0.0
+        self._ping_s = now_s + PING_EVERY_S
+        self._send(now_s)
+
+    def is_at(self, link: Connection) -> bool:
+        """Return whether a connection is that of the spare."""
+        return link is self._link
+
+    def answer(self, message: Message, now_s: float) -> None:
+        """Act on an answer of the spare: it has forked a replacement, or it is idle and alive."""
+        self._num_failed = 0
+        self._ping_s = now_s + PING_EVERY_S
+        if message["kind"] == "forked":
+            self._requests.pop(0)
+            self._num_sent -= 1
+        self._due_s = now_s + ANSWER_S if self._num_sent else 0.0
+
+    def look(self, now_s: float) -> list[list[object]]:
+        """Notice a spare that is dead or silent, and start another one.
+
+        Returns the seats for which no spare can be had, which is an empty list while there is hope.
+        """
+        if self._child is None:
+            return []
+        if self._is_lost or self._child.poll() is not None:
+            return self._fail("has ended", now_s)
+        if self._due_s and now_s > self._due_s:
+            return self._fail(f"did not answer for {ANSWER_S if self._link else START_S:g} s", now_s)
+        if self._link is not None and not self._due_s and now_s > self._ping_s:
+            self._due_s = now_s + ANSWER_S
+            with suppress(OSError):  # its end is noticed by the next call
+                self._link.send({"kind": "ping"})
+        return []
+
+    def end(self) -> None:
+        """Kill the spare, if there is one."""
+        if self._child is not None:
+            self._child.kill()
+
+    def disconnect(self) -> None:
+        """Note that the connection of the spare has ended. `look` then starts another spare."""
+        self._link = None
+        self._is_lost = True
+
+    def _send(self, now_s: float) -> None:
+        """Send the requests that the spare has not got yet."""
+        if self._link is None:
+            return
+        for seat in self._requests[self._num_sent :]:
+            with suppress(OSError):  # its end is noticed by `look`, and another spare gets the request
+                self._link.send({"kind": "fork", "seat": seat})
+            self._num_sent += 1
+            self._due_s = now_s + ANSWER_S
+
+    def _fail(self, how: str, now_s: float) -> list[list[object]]:
+        """Kill the spare and start another one. Returns the requests if too many have failed."""
+        assert self._child is not None
+        pid = self._child.pid
+        self._child.kill()
+        self._child.wait()
+        self._child = None
+        self._link = None
+        self._is_lost = False
+        self._due_s = 0.0
+        self._num_failed += 1
+        if self._num_failed < ATTEMPTS:
+            then = "Another one is started"
+        else:
+            then = f"It was number {self._num_failed} in a row to fail, so none is started"
+        with suppress(OSError):  # the terminal is gone
+            where = socket.gethostname()
+            echo(f"txl: recovery: the spare on {where} (pid {pid}) {how}. {then}", to=sys.stderr, flush=True)
+        if self._num_failed < ATTEMPTS:
+            self.ensure(now_s)
+            return []
+        given_back = self._requests
+        self._requests = []
+        return given_back
