@@ -111,10 +111,10 @@ class Lab:
         self._count += 1
         return Run(self.folder / re.sub(r"\W+", "-", f"{self._count:03d}-{name}"))
 
-    def start(self, run: Run, *words: str, ranks: int = 2, fault: str = "") -> Job:
-        """Start, or continue, a run."""
+    def start(self, run: Run, *words: str, ranks: int = 2, fault: str = "", nodes: int = 1) -> Job:
+        """Start, or continue, a run. More than one node is pretended."""
         command = ("train", str(self.config), "--run.dir", str(run.dir), *words)
-        run.jobs.append(Job(*command, log=run.log, ranks=ranks, fault=fault))
+        run.jobs.append(Job(*command, log=run.log, ranks=ranks, fault=fault, nodes=nodes))
         return run.jobs[-1]
 
     def case(self, name: str, *, stage: int = 1, ranks: int = 2, fault: str = "") -> Case:
@@ -155,12 +155,12 @@ class Lab:
         self.finish(case, run, *words, ranks=ranks)
         return case, run
 
-    def unbroken(self, *words: str, ranks: int = 2, fault: str = "") -> Run:
+    def unbroken(self, *words: str, ranks: int = 2, fault: str = "", nodes: int = 1) -> Run:
         """A run with these settings that nothing befell; made once."""
-        key = (words, ranks, fault)
+        key = (words, ranks, fault, nodes)
         if key not in self._unbroken:
             run = self.new_run("unbroken")
-            with self.start(run, *words, ranks=ranks, fault=fault) as job:
+            with self.start(run, *words, ranks=ranks, fault=fault, nodes=nodes) as job:
                 assert job.wait(limit_s=3600) == [0] * ranks, job.text[-4000:]
             self._unbroken[key] = run
         return self._unbroken[key]

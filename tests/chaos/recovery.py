@@ -16,6 +16,7 @@ from tests.chaos.runs import Run
 from tests.helpers.job import Job
 
 ON = ("--recover.spares", "1")
+PARTNER = ("--recover.copies", "partner")
 POINTS = ("step", "vote", "decided", "updated", "boundary", "half-stored", "stored")
 """Points of a step at which a rank is killed."""
 SAVE_POINTS = ("save-begin", "save-copied", "save-file-half", "save-written", "save-manifest", "save-renamed", "saved")
@@ -27,17 +28,19 @@ STRUCK_AT = 10
 SAVED_AT = 12
 
 
-def replaced(lab: Lab, fault: str, *settings: str, stage: int = 1, ranks: int = 2, both: str = "") -> Case:
+def replaced(
+    lab: Lab, fault: str, *settings: str, stage: int = 1, ranks: int = 2, both: str = "", nodes: int = 1
+) -> Case:
     """The faults strike, the job goes on in the same processes, and ends as the unbroken run does.
 
     `both` strikes the run that is otherwise unbroken too.
     """
     words = (*ON, "--engine.zero_stage", str(stage), *settings)
     case, run = lab.case("recovery", stage=stage, ranks=ranks, fault=fault), lab.new_run("recovery")
-    with lab.start(run, *words, ranks=ranks, fault=f"{fault},{both}") as job:
+    with lab.start(run, *words, ranks=ranks, fault=f"{fault},{both}", nodes=nodes) as job:
         case.exit_codes.append(job.wait(limit_s=300))
         struck = [strike for strike in job.struck if strike.kind in ("kill", "stop", "hang", "spin")]
-    lab.judge(case, run, lab.unbroken(*words, ranks=ranks, fault=both))
+    lab.judge(case, run, lab.unbroken(*words, ranks=ranks, fault=both, nodes=nodes))
     if len(struck) < len(fault.split(",")):
         case.problems.append(f"only {struck} of {fault} struck")
     if case.exit_codes != [[0] * ranks]:
@@ -158,6 +161,9 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for fault in (f"hang:1:{STRUCK_AT}", f"spin:0:{STRUCK_AT}"):
         yield partial(replaced, lab, fault, "--engine.timeout_s", "5")
     yield partial(replaced, lab, f"kill:1:{STRUCK_AT}:half-stored", both="skip:0:9", stage=2)
+    for point in ("step", "half-stored", "stored", "sent"):
+        for rank in (0, 1):
+            yield partial(replaced, lab, f"kill:{rank}:{STRUCK_AT}:{point}", *PARTNER, stage=3, nodes=2)
     for to_launcher in (False, True):
         yield partial(stopped, lab, to_launcher=to_launcher)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")

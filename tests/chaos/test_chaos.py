@@ -16,7 +16,7 @@ from tests.chaos.lab import Case, Lab
 from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
-from tests.chaos.recovery import ended, replaced, stopped, storm
+from tests.chaos.recovery import PARTNER, ended, replaced, stopped, storm
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
@@ -129,6 +129,10 @@ def test_a_full_disk_is_survived(lab: Lab) -> None:
 )
 def test_a_lost_rank_is_replaced_and_changes_no_bit(lab: Lab, fault: str, stage: int, ranks: int) -> None:
     assert_passed(replaced(lab, fault, stage=stage, ranks=ranks))
+
+
+def test_a_rank_is_replaced_while_other_nodes_keep_copies_too(lab: Lab) -> None:
+    assert_passed(replaced(lab, "kill:1:10:sent", *PARTNER, nodes=2))
 
 
 def test_a_logging_interval_continues_after_a_loss(lab: Lab) -> None:

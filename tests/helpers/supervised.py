@@ -60,6 +60,7 @@ def run_supervised(*words: str) -> None:
         return float(words[words.index(flag) + 1]) if flag in words else default
 
     silent_s, max_in_row = number("--recover.silent_s", 6.0), int(number("--recover.max_in_row", 3))
-    code = Agent(start, silent_s=silent_s, max_in_row=max_in_row).run()
+    copies = words[words.index("--recover.copies") + 1] if "--recover.copies" in words else "node"
+    code = Agent(start, silent_s=silent_s, max_in_row=max_in_row, copies=copies).run()
     sys.stdout.flush()
     os._exit(code)

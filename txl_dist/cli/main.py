@@ -104,7 +104,7 @@ def train(argv: Sequence[str]) -> int:
     if recover.spares:
         from txl_dist.distributed.recovery.spare import supervise
 
-        supervise(["train", *argv], silent_s=recover.silent_s, max_in_row=recover.max_in_row)
+        supervise(["train", *argv], silent_s=recover.silent_s, max_in_row=recover.max_in_row, copies=recover.copies)
     else:
         announce_ranks()
     from txl_dist.distributed.malloc import give_memory_back

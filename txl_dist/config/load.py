@@ -120,6 +120,14 @@ def check_config(config: Config) -> None:
             f"model.div_value={model.div_value} leaves the last of {len(cutoffs) + 1} clusters no width: "
             f"{model.embed_width_or_default()} // {model.div_value}**{len(cutoffs)} = 0, so lower model.div_value",
         ),
+        (
+            config.recover.copies == "node" or config.recover.spares > 0,
+            "recover.copies=partner needs recover.spares=1",
+        ),
+        (
+            config.recover.partner_every == 1 or config.recover.copies == "partner",
+            f"recover.partner_every={config.recover.partner_every} needs recover.copies=partner",
+        ),
         (not model.final_norm or model.pre_norm, "model.final_norm=True needs model.pre_norm=True"),
         (
             not model.value_residual or model.num_layers > 1,

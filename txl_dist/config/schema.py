@@ -631,6 +631,11 @@ class RecoverSection(Section):
     spares: Annotated[int, Field(ge=0, le=1), FREE] = 0
     """1: replace a rank that dies or freezes, by a spare process per node, and repeat the step. The state of the last
     two steps stays in host memory. CPUs only. 0: a lost rank ends the job with exit code 76."""
+    copies: Annotated[Literal["node", "partner"], FREE] = "node"
+    """node: the copies of a rank's state stay on its node, so a lost node ends the job or takes it to the last
+    checkpoint. partner: the next node keeps copies too."""
+    partner_every: Annotated[PositiveInt, FREE] = 1
+    """Steps between two copies for the next node. With k, a lost node repeats up to k - 1 finished steps more."""
     silent_s: Annotated[float, Field(ge=1, le=3600), FREE] = 6.0
     """Seconds without a heartbeat after which a rank counts as frozen."""
     max_in_row: Annotated[PositiveInt, FREE] = 3

@@ -156,6 +156,8 @@ def _pretrain_with_recovery(
                 member.limit(config.engine.start_timeout_s)
                 if member.generation == 1:
                     member.share_coordinator()
+                if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):
+                    resume = "auto"  # the run has begun, so it continues from its own checkpoints
                 try:
                     return _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
                 except TxlError as error:
@@ -193,7 +195,9 @@ def _train(
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
-    recovery = _recovery_of(member, ranks, zero_stage=config.engine.zero_stage)
+    recovery = _recovery_of(
+        member, ranks, zero_stage=config.engine.zero_stage, partner_every=config.recover.partner_every
+    )
     stack.callback(recovery.close)
     while True:
         context, start, engine = _begin(plan, watch, recovery, resume=resume)
@@ -226,7 +230,7 @@ def _train(
     return result
 
 
-def _recovery_of(member: Member | None, ranks: RankInfo, *, zero_stage: int) -> Recovery:
+def _recovery_of(member: Member | None, ranks: RankInfo, *, zero_stage: int, partner_every: int) -> Recovery:
     """Return the recovery of a run in which this rank is `member`.
 
     At ZeRO stage 0 the ranks of a node divide the copies of the state, because all of them hold the same weights.
@@ -237,7 +241,7 @@ def _recovery_of(member: Member | None, ranks: RankInfo, *, zero_stage: int) -> 
         share = Share(ranks.local_rank, local_world_size(ranks.world_size))
     else:
         share = Share(0, 1)
-    return InJobRecovery(member, share=share)
+    return InJobRecovery(member, ranks, share=share, partner_every=partner_every)
 
 
 @contextmanager

@@ -10,4 +10,4 @@ from txl_dist.io.files import parse_object
 
 if __name__ == "__main__":
     options = parse_object(sys.argv[1])
-    sys.exit(run_agent(options["words"], silent_s=options["silent_s"], max_in_row=options["max_in_row"]))
+    sys.exit(run_agent(**options))

@@ -30,6 +30,7 @@ from typing import Any
 from txl_dist.distributed.connection import Connection, Message
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.coordinator import Coordinator
+from txl_dist.distributed.recovery.partner import PartnerServer
 from txl_dist.distributed.recovery.seat import SEAT, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
 from txl_dist.distributed.recovery.spare_process import Child, SpareProcess
@@ -62,10 +63,10 @@ Start = Callable[[Seat], Child]
 class Agent:
     """Agent of one rank. `run` returns the exit code when the rank has ended."""
 
-    def __init__(self, start: Start, *, silent_s: float, max_in_row: int) -> None:
+    def __init__(self, start: Start, *, silent_s: float, max_in_row: int, copies: str = "node") -> None:
         """Make the seat and start the rank. `start` starts the process of a rank or of a spare.
 
-        `silent_s` and `max_in_row` are the settings of the section `recover`.
+        `silent_s`, `max_in_row` and `copies` are the settings of the section `recover`.
         """
         self._start = start
         self._rank = int(os.environ.get("RANK", "0"))
@@ -74,6 +75,7 @@ class Agent:
         if self._rank == 0:
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
             self._server = CoordinatorServer(Coordinator(world_size, silent_s=silent_s, max_in_row=max_in_row))
+        self._partner_server = PartnerServer() if copies == "partner" else None
         self._seat = self._make_seat()
         self._page = StatusPage(self._seat.status)
         self._listener = _listen_at(self._seat.address)
@@ -124,7 +126,7 @@ class Agent:
         return code
 
     def _make_seat(self) -> Seat:
-        files = [os.memfd_create(f"txl_{name}", os.MFD_CLOEXEC) for name in ("status", "slot0", "slot1")]
+        files = [os.memfd_create(f"txl_{name}", os.MFD_CLOEXEC) for name in ("status", "slot0", "slot1", "slot2")]
         return Seat(
             address=f"txl-recovery-{os.getpid()}-{secrets.token_hex(8)}",
             agent=os.getpid(),
@@ -132,6 +134,7 @@ class Agent:
             slots=files[1:],
             coordinator=[str(self._server.port), self._server.key] if self._server else [],
             variables=place_variables(os.environ),
+            partner=[str(self._partner_server.port), self._partner_server.key] if self._partner_server else [],
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -337,7 +340,7 @@ def _die_with_parent() -> Callable[[], Any]:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def run_agent(words: Sequence[str], *, silent_s: float, max_in_row: int) -> int:
+def run_agent(words: Sequence[str], *, silent_s: float, max_in_row: int, copies: str) -> int:
     """Run an agent whose rank is `txl words`, until the rank has ended. Returns the exit code."""
     command = [sys.executable, "-m", "txl_dist", *words]
 
@@ -346,4 +349,4 @@ def run_agent(words: Sequence[str], *, silent_s: float, max_in_row: int) -> int:
         environment = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | os.environ | {SEAT: seat.to_json()}
         return subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent())
 
-    return Agent(start, silent_s=silent_s, max_in_row=max_in_row).run()
+    return Agent(start, silent_s=silent_s, max_in_row=max_in_row, copies=copies).run()

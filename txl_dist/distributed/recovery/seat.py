@@ -39,6 +39,8 @@ class Seat(NamedTuple):
     """[port, key] of the coordinator, for the first process of rank 0. Empty for others."""
     variables: dict[str, str]
     """Environment variables of the rank (`PLACE`)."""
+    partner: list[str] = []  # noqa: RUF012 - a NamedTuple's default is not shared state
+    """[port, key] of the server that keeps copies of other nodes' ranks. Empty with recover.copies=node."""
     is_spare: bool = False
     """Whether the process is a spare, which has no rank yet."""
 

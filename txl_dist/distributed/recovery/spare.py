@@ -25,14 +25,14 @@ from txl_dist.distributed.recovery.seat import SEAT, Seat, read_seat, seat_of, t
 _POLL_S = 0.05
 
 
-def supervise(words: Sequence[str], *, silent_s: float, max_in_row: int) -> None:
+def supervise(words: Sequence[str], *, silent_s: float, max_in_row: int, copies: str) -> None:
     """Replace this process by an agent that runs `txl words`. Returns at once in a process that an agent has started.
 
-    `silent_s` and `max_in_row` are the settings of the section `recover`.
+    `silent_s`, `max_in_row` and `copies` are the settings of the section `recover`.
     """
     if SEAT in os.environ:
         return
-    options = json.dumps({"words": list(words), "silent_s": silent_s, "max_in_row": max_in_row})
+    options = json.dumps({"words": list(words), "silent_s": silent_s, "max_in_row": max_in_row, "copies": copies})
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "txl_dist.distributed.recovery", options])

@@ -12,6 +12,10 @@ from typing import Any
 
 from typing_extensions import override
 
+from txl_dist.console.logging import logger
+from txl_dist.distributed.collectives import RankInfo
+from txl_dist.errors import ConfigError, raised_everywhere
+from txl_dist.train.checkpoint.partner import find_partner
 from txl_dist.train.checkpoint.slots import Share, StateSlots, StoredState
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.monitoring.member import Member
@@ -61,18 +65,44 @@ class Recovery:
 class InJobRecovery(Recovery):
     """Recovery of a run in which lost ranks are replaced."""
 
-    def __init__(self, member: Member, *, share: Share) -> None:
-        """Open the slots of this rank. `share` is the part of each parameter that this rank stores."""
+    def __init__(self, member: Member, ranks: RankInfo, *, share: Share, partner_every: int) -> None:
+        """Open the slots of this rank. `share` is the part of each parameter that this rank stores.
+
+        With recover.copies=partner the rank connects to its partner, so all ranks call it together. Raises ConfigError
+        if there is no other node.
+        """
         self._member = member
-        self._slots = StateSlots(member.slots, share=share)
+        partner = None
+        if member.partner_address is not None:
+            with member.collecting():
+                partner = find_partner(member.partner_address, rank=ranks.rank, every=partner_every)
+            if partner is None:
+                self._miss_partner()
+        self._slots = StateSlots(
+            member.slots, share=share, rank=ranks.rank, world_size=ranks.world_size, partner=partner
+        )
         self._is_new = member.generation > 1
+
+    def _miss_partner(self) -> None:
+        """Refuse to start without another node. After a loss the job goes on without partner copies."""
+        if self._member.generation == 1:
+            raise raised_everywhere(
+                ConfigError(
+                    "recover.copies=partner keeps copies on another node, but all ranks are on one node. Start ranks "
+                    "on two nodes or more, or set recover.copies to node."
+                )
+            )
+        logger.warning("recovery: only one node is left, so no other node keeps copies of the state")
 
     @override
     def take_stored(self) -> StoredState | None:
         if not self._is_new:
             return None
         self._is_new = False
-        return self._slots.newest_common()
+        stored = self._slots.newest_common()
+        if stored is None:
+            logger.warning("recovery: no copy of the state exists for all ranks. The run continues from a checkpoint")
+        return stored
 
     @override
     def check_room(self, state: TrainState, engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """The state of a rank after its last two steps, in memory that outlives the rank's process.
 
-    slot 0, slot 1     version N lies in slot N % 2. Each slot is a file in memory that the rank's agent holds
-    slot               [head: serial number, sizes, CRC-32] [values] [table: JSON] [facts: JSON]
+    slots      files in memory that the rank's agent holds. Two of them, or three with rare partner copies
+    content    [values] [table: JSON] [facts: JSON], in a `SlotFile`
 
 Each rank stores its pieces of weights and optimizer state, its memories, and the small values of `TrainState`. At ZeRO
 stage 0 all ranks hold the same weights, so each rank of a node stores a share of every parameter.
@@ -11,16 +11,18 @@ any rank has passed that reduction, all ranks have stored version N. Ranks never
 the newest version that all ranks have always exists. After a loss all ranks load that version (`newest_common`). The
 live state is never used again, because a rank may have been in the middle of an update.
 
+With a partner, some versions are also sent to an agent on another node, and `wait` returns after its acknowledgement.
+A rank whose own slots are lost or damaged fetches the version from there. Partner copies may be rarer than steps. Then
+a rank keeps its own copy of the last version that was sent, because a lost node takes all to that version.
+
 Versions have serial numbers of their own, because a run that rewinds makes a step twice. A version stays valid until
-the version after the next is written.
+a later version is stored by all ranks.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-import os
-import struct
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,22 +32,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from txl_dist.console.formatting import format_bytes
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import gather_objects
-from txl_dist.errors import CheckpointError, ConfigError, TrainingError, raised_everywhere
+from txl_dist.distributed.recovery.seat import node_name
+from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, SlotHead, Version, slot_to_replace
+from txl_dist.errors import CheckpointError, ConfigError, TrainingError, TxlError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object
 from txl_dist.model.memory import Memory
+from txl_dist.train.checkpoint.partner import Partner
+from txl_dist.train.checkpoint.slot_room import RankCopies, room_problem
 from txl_dist.train.engine.partitions import Fragment, Source
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.footprint.room import host_room_bytes
 from txl_dist.train.stability import Health
 from txl_dist.train.state import TrainState
 
-_HEAD = struct.Struct("qqqqq")
-"""Head of a slot: serial number, bytes of values, of the table and of the facts, and their CRC-32."""
-_HEAD_BYTES = 64
 _NUM_KINDS = 3
 """Number of values per weight after the first step: the weight, and with most optimizers two moments."""
 _ALIGNED = 64
@@ -88,46 +90,28 @@ class _Layout(NamedTuple):
     num_bytes: int
 
 
-class _Slot:
-    """One slot: a file in memory with one version."""
+class _Slot(SlotFile):
+    """One slot of this rank, or of another rank of its node."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._map: mmap.mmap | None = None
+        super().__init__(path)
         self._targets: list[Tensor] = []
         self._layout: _Layout | None = None
+        self._written: mmap.mmap | None = None
         self._table = b""
-
-    def close(self) -> None:
-        """Close the file. Values that were read stay valid."""
-        os.close(self._file)
-
-    @property
-    def serial(self) -> int:
-        """Serial number of the version in this slot, or 0 if the slot holds no version."""
-        if os.fstat(self._file).st_size < _HEAD_BYTES:
-            return 0
-        serial: int = self._head()[0]
-        return serial
-
-    def is_whole(self) -> bool:
-        """Return whether the content of the slot has the CRC-32 that its head says."""
-        _, *sizes, crc = self._head()
-        with memoryview(self._mapped(_HEAD_BYTES + sum(sizes))) as content:
-            return zlib.crc32(content[_HEAD_BYTES : _HEAD_BYTES + sum(sizes)]) == crc
 
     def read(self) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
         """Return (values as bytes, table, facts) of the version in this slot. The values are a view."""
-        _, num_bytes, table_len, facts_len, _ = self._head()
-        content = self._mapped(_HEAD_BYTES + num_bytes + table_len + facts_len)
-        table_at = _HEAD_BYTES + num_bytes
-        facts_at = table_at + table_len
+        head = self.head
+        content = self.mapped(head.num_bytes)
+        table_at = HEAD_BYTES + head.values_len
+        facts_at = table_at + head.table_len
         table = parse_object(content[table_at:facts_at])
-        facts = parse_object(content[facts_at : facts_at + facts_len])
+        facts = parse_object(content[facts_at : head.num_bytes])
         return _bytes_of(content), table, facts
 
     def write(
-        self, serial: int, layout: _Layout, values: Sequence[Tensor], facts: bytes, half: Callable[[], object]
+        self, version: Version, layout: _Layout, values: Sequence[Tensor], facts: bytes, half: Callable[[], object]
     ) -> None:
         """Replace the version in this slot. `half` is called after the values, before the version is valid.
 
@@ -135,34 +119,21 @@ class _Slot:
         """
         if layout != self._layout:
             self._table = json.dumps({"pieces": layout.pieces, "memories": layout.memories}).encode()
-        size = _HEAD_BYTES + layout.num_bytes + len(self._table) + len(facts)
-        old = self._map
-        content = self._mapped(size)
-        content[:8] = bytes(8)
-        if layout != self._layout or content is not old:
+        tail = self._table + facts
+        tail_at = HEAD_BYTES + layout.num_bytes
+        num_bytes = tail_at + len(tail)
+        content = self.begin(num_bytes)
+        if layout != self._layout or content is not self._written:
             self._layout = layout
+            self._written = content
             self._targets = _views(_bytes_of(content), layout)
         torch._foreach_copy_(self._targets, list(values))
         half()
-        tail = self._table + facts
-        tail_at = _HEAD_BYTES + layout.num_bytes
-        content[tail_at : tail_at + len(tail)] = tail
+        content[tail_at:num_bytes] = tail
         with memoryview(content) as whole:
-            crc = zlib.crc32(whole[_HEAD_BYTES : tail_at + len(tail)])
-        head = _HEAD.pack(0, layout.num_bytes, len(self._table), len(facts), crc)
-        content[8 : _HEAD.size] = head[8:]
-        content[:8] = _HEAD.pack(serial, 0, 0, 0, 0)[:8]
-
-    def _head(self) -> tuple[int, int, int, int, int]:
-        return _HEAD.unpack(os.pread(self._file, _HEAD.size, 0))
-
-    def _mapped(self, size: int) -> mmap.mmap:
-        """Return the mapped file, with at least `size` bytes. A file that is too small grows."""
-        if self._map is None or len(self._map) < size:
-            if os.fstat(self._file).st_size < size:
-                os.posix_fallocate(self._file, 0, size + size // 8)  # OSError here, and not a signal at a later write
-            self._map = mmap.mmap(self._file, 0)
-        return self._map
+            crc = zlib.crc32(whole[HEAD_BYTES:num_bytes])
+        serial, world_size, rank = version
+        self.finish(SlotHead(serial, rank, world_size, layout.num_bytes, len(self._table), len(facts), crc))
 
 
 class StoredState(NamedTuple):
@@ -190,13 +161,26 @@ class StoredState(NamedTuple):
 
 
 class StateSlots:
-    """The two slots of this rank, and those of the other ranks of its node."""
+    """The slots of this rank, and those of the other ranks of its node."""
 
-    def __init__(self, paths: Sequence[str], *, share: Share) -> None:
-        """Open the slots at these two paths. `share` is the part of each parameter that this rank stores."""
+    def __init__(
+        self, paths: Sequence[str], *, share: Share, rank: int, world_size: int, partner: Partner | None = None
+    ) -> None:
+        """Open the slots at these paths. `share` is the part of each parameter that this rank stores.
+
+        `partner` keeps copies on another node.
+        """
         self._paths = list(paths)
         self._slots = [_Slot(path) for path in paths]
+        self._num_used = 3 if partner is not None and partner.every > 1 else 2
         self._share = share
+        self._rank = rank
+        self._world_size = world_size
+        self._partner = partner
+        self._newest = 0
+        """Serial number of the last version that was stored or loaded."""
+        self._sent = 0
+        """Serial number of the last version that the partner has acknowledged."""
         self._next = 1
         self._thread = ThreadPoolExecutor(1, "state slots")
         self._writing: Future[None] | None = None
@@ -222,8 +206,13 @@ class StateSlots:
         self._next += 1
 
     def wait(self) -> None:
-        """Wait until the last version is stored. Raises TrainingError if it cannot be stored."""
+        """Wait until the last version is stored, and the partner has it if it is due.
+
+        Raises TrainingError if it cannot be stored, and LostRankError if the partner is gone.
+        """
         error = self.join()
+        if isinstance(error, TxlError):
+            raise error
         if error is not None:
             raise TrainingError(
                 f"the copy of this rank's state cannot be stored in host memory: {error}. Free host memory, or set "
@@ -239,19 +228,12 @@ class StateSlots:
         layout, _ = _lay_out(fragments, state.memories, self._share)
         num_missing = max(0, _NUM_KINDS - max((len(fragment.values) for fragment in fragments), default=_NUM_KINDS))
         num_weights = sum(fragment.values["weight"].numel() for fragment in fragments) // self._share.num_parts
-        needed = 2 * (layout.num_bytes + 4 * num_weights * num_missing)
-        parts = gather_objects((os.uname().nodename, needed, host_room_bytes()))
-        for node in dict.fromkeys(node for node, *_ in parts):
-            node_needed = sum(part for host, part, _ in parts if host == node)
-            room = min(left for host, _, left in parts if host == node)
-            if node_needed > room:
-                raise raised_everywhere(
-                    ConfigError(
-                        f"recover.spares=1 keeps two copies of each rank's state in host memory. They need "
-                        f"{format_bytes(node_needed)} on {node}, but {format_bytes(room)} are free. Start fewer ranks "
-                        "per node, or set recover.spares to 0."
-                    )
-                )
+        size = layout.num_bytes + 4 * num_weights * num_missing
+        partner_rank = None if self._partner is None else self._partner.rank
+        copies = gather_objects(RankCopies(node_name(), size, host_room_bytes(), partner_rank))
+        problem = room_problem(copies, num_slots=self._num_used)
+        if problem:
+            raise raised_everywhere(ConfigError(problem))
 
     def join(self) -> BaseException | None:
         """Wait until the thread has stored the last version, or has failed. Returns its error, if there was one."""
@@ -262,49 +244,82 @@ class StateSlots:
         return error
 
     def newest_common(self) -> StoredState | None:
-        """Return the newest version that all ranks have stored undamaged, or None if there is none.
+        """Return the newest version that exists undamaged for all ranks, or None if there is none.
 
-        All ranks call it together.
+        A rank that has lost its version, or whose version is damaged, fetches it from its partner. All ranks call it
+        together.
         """
-        serials_by_rank = gather_objects([slot.serial for slot in self._slots])
-        above_all = max(max(serials) for serials in serials_by_rank) + 1
-        common = set.intersection(*(set(serials) for serials in serials_by_rank)) - {0}
-        for serial in sorted(common, reverse=True):
-            slot = serial % 2
-            if all(gather_objects(self._slots[slot].is_whole())):
-                # The next version must not replace this one, and no version of the same number may exist anywhere.
-                self._next = above_all + (above_all - serial + 1) % 2
-                return self._read(slot)
-        self._next = above_all
+        own = [slot.head.version for slot in self._slots]
+        kept = self._partner.versions() if self._partner is not None else []
+        by_rank = gather_objects(own + kept)
+        everywhere = {version for versions in by_rank for version in versions}
+        above_all = max(version.serial for version in everywhere) + 1
+        self._next = above_all  # a number that exists nowhere
+        ranks = range(self._world_size)
+        for serial in sorted({version.serial for version in everywhere} - {0}, reverse=True):
+            wanted = [Version(serial, self._world_size, rank) for rank in ranks]
+            if everywhere.issuperset(wanted):
+                keepers = [rank for rank in ranks if wanted[self._rank] in by_rank[rank]]
+                slot = self._find(wanted[self._rank], keepers)
+                if all(gather_objects(slot is not None)):
+                    assert slot is not None
+                    self._newest = serial
+                    return self._read(slot)
         return None
 
     def close(self) -> None:
-        """Close the slots of this rank."""
+        """Close the slots of this rank, and the connection to the partner."""
         self._thread.shutdown()
         for slot in self._slots:
             slot.close()
+        if self._partner is not None:
+            self._partner.close()
 
-    def _read(self, slot: int) -> StoredState:
-        """Read the version in a slot. All ranks call this method together."""
-        values, table, facts = self._slots[slot].read()
-        node = os.stat("/proc/self/ns/pid").st_ino, os.uname().nodename
+    def _find(self, version: Version, keepers: Sequence[int]) -> _Slot | None:
+        """Return the slot of this rank with an undamaged version, which other agents may have to send. Otherwise return
+        None. `keepers` are the ranks whose agents have the version."""
+        for slot in self._slots:
+            if slot.head.version == version and slot.is_whole():
+                return slot
+        if self._partner is None:
+            return None
+        damaged = [slot for slot in self._slots if slot.head.version == version]
+        slot = slot_to_replace(damaged or self._slots, kept=set())
+        for keeper in keepers:
+            if keeper != self._rank and self._partner.fetch(version, keeper, slot):
+                return slot
+        return None
+
+    def _read(self, slot: _Slot) -> StoredState:
+        """Read the version in a slot, and send it to the partner again. All ranks call this method together."""
+        values, table, facts = slot.read()
         parts = []
-        for other_node, path in gather_objects((node, self._paths[slot])):
-            if other_node == node:
+        for other_node, path in gather_objects((node_name(), self._paths[self._slots.index(slot)])):
+            if other_node == node_name():
                 other = _Slot(path)
                 other_values, other_table, _ = other.read()
                 other.close()
                 parts.append((other_values, [_Piece(*piece) for piece in other_table["pieces"]]))
+        if self._partner is not None:
+            self._sent = slot.head.serial
+            self._writing = self._thread.submit(self._partner.send, slot, kept=self._sent)
         memories = _read_memories(values, [_MemoryTensor(*tensor) for tensor in table["memories"]])
         stream = StreamState.from_dict(facts["stream"])
         return StoredState(facts["step"], stream, facts, SlotSource(parts, facts["counts"]), memories)
 
     def _write(self, serial: int, layout: _Layout, values: list[Tensor], facts: dict[str, Any]) -> None:
-        """Write a version, in the thread. An error is raised by `wait`."""
+        """Write a version, and send it to the partner if it is due, in the thread. An error is raised by `wait`."""
         step = facts["step"]
         content = json.dumps(facts).encode()
-        self._slots[serial % 2].write(serial, layout, values, content, lambda: failpoint("half-stored", step=step))
+        slot = slot_to_replace(self._slots[: self._num_used], kept={self._newest, self._sent} - {0})
+        version = Version(serial, self._world_size, self._rank)
+        slot.write(version, layout, values, content, lambda: failpoint("half-stored", step=step))
+        self._newest = serial
         failpoint("stored", step=step)
+        if self._partner is not None and (not self._sent or serial >= self._sent + self._partner.every):
+            self._partner.send(slot, kept=self._sent)
+            self._sent = serial
+            failpoint("sent", step=step)
 
 
 class SlotSource(Source):
@@ -381,7 +396,7 @@ def _aligned(offset: int) -> int:
 
 def _bytes_of(content: mmap.mmap) -> Tensor:
     """Return the values of a mapped slot as a tensor of bytes, which is a view."""
-    return torch.frombuffer(content, dtype=torch.uint8)[_HEAD_BYTES:]
+    return torch.frombuffer(content, dtype=torch.uint8)[HEAD_BYTES:]
 
 
 def _views(values: Tensor, layout: _Layout) -> list[Tensor]:

@@ -33,6 +33,7 @@ from txl_dist.distributed.collectives import broadcast_object, is_waiting, uses_
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.recovery.agent import connect_to
 from txl_dist.distributed.recovery.coordinator import Loss
+from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.socket_cut import SocketCut
@@ -138,8 +139,16 @@ class Member:
 
     @property
     def slots(self) -> list[str]:
-        """Paths of the two slots for copies of this rank's state."""
+        """Paths of the slots for copies of this rank's state."""
         return [self._seat.path_of(slot) for slot in self._seat.slots]
+
+    @property
+    def partner_address(self) -> PartnerAddress | None:
+        """Address of the server in this rank's agent that keeps copies for other nodes, or None if there is none."""
+        if not self._seat.partner:
+            return None
+        port, key = self._seat.partner
+        return PartnerAddress(_own_host(), int(port), key)
 
     def beat(self, phase: str, *, step: int | None = None) -> None:
         """Record that the main thread has begun a phase of the step."""
@@ -349,3 +358,15 @@ def is_first_process(seat: Seat) -> bool:
 def _meeting_host() -> str:
     """Return the address of the node of rank 0."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def _own_host() -> str:
+    """Return the address at which the processes of other nodes reach this node."""
+    host = _meeting_host()
+    family, _, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing, and chooses the network interface
+        own: str = probe.getsockname()[0]
+    if own.startswith("127.") or own == "::1":
+        return host  # this is the node of rank 0
+    return own

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.distributed.recovery.slot_file import SlotFile
 from txl_dist.errors import CheckpointError, ConfigError, TrainingError
 from txl_dist.model.memory import Memory
 from txl_dist.train.checkpoint import slots as slots_module
@@ -22,29 +25,50 @@ from txl_dist.train.state import TrainState
 
 
 class Ranks:
-    """The ranks of a job in one process: what each of them gathers are the values of all."""
+    """The ranks of a job as threads of one process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, world_size: int, *, shares: bool = False) -> None:
         self.paths = [[str(folder / f"{rank}.{slot}") for slot in range(2)] for rank in range(world_size)]
         for path in (path for paths in self.paths for path in paths):
             Path(path).touch()
-        count = world_size if shares else 1
-        self.slots = [StateSlots(paths, share=Share(rank % count, count)) for rank, paths in enumerate(self.paths)]
+        self.slots: list[StateSlots] = []
         self._monkeypatch = monkeypatch
+        self.begin(world_size, shares=shares)
+
+    def begin(self, world_size: int, *, shares: bool = False) -> None:
+        """Begin a generation of so many ranks."""
+        for slots in self.slots:
+            slots.close()
+        count = world_size if shares else 1
+        self.slots = []
+        for rank, paths in enumerate(self.paths[:world_size]):
+            self.slots.append(StateSlots(paths, share=Share(rank % count, count), rank=rank, world_size=world_size))
+
+    def newest_of_all(self) -> list[Any]:
+        """What `newest_common` returns on each rank."""
+        count = len(self.slots)
+        barrier = threading.Barrier(count, timeout=20)
+        given: list[Any] = [None] * count
+        here = threading.local()
+
+        def gather(value: Any) -> list[Any]:
+            given[here.rank] = value
+            barrier.wait()
+            values = list(given)
+            barrier.wait()
+            return values
+
+        def newest(rank: int) -> Any:
+            here.rank = rank
+            return self.slots[rank].newest_common()
+
+        self._monkeypatch.setattr(slots_module, "gather_objects", gather)
+        with ThreadPoolExecutor(count) as threads:
+            return list(threads.map(newest, range(count)))
 
     def newest(self, rank: int) -> Any:
         """What `newest_common` returns on one rank."""
-
-        def gather(value: Any) -> list[Any]:
-            if isinstance(value, list):  # serial numbers
-                return [[slot.serial for slot in one._slots] for one in self.slots]
-            if isinstance(value, bool):
-                return [value]
-            (node, path) = value
-            return [(node, paths[self.paths[rank].index(path)]) for paths in self.paths]
-
-        self._monkeypatch.setattr(slots_module, "gather_objects", gather)
-        return self.slots[rank].newest_common()
+        return self.newest_of_all()[rank]
 
 
 STREAM = StreamState(1, ())
@@ -125,8 +149,8 @@ def test_a_version_with_a_wrong_bit_is_not_chosen(monkeypatch: pytest.MonkeyPatc
     ranks = Ranks(monkeypatch, tmp_path, 1)
     store(ranks.slots[0], 1)
     store(ranks.slots[0], 2)
-    path = Path(ranks.paths[0][0])
-    *_, size = [64 + sum(ranks.slots[0]._slots[0]._head()[1:4])]
+    path = max((Path(path) for path in ranks.paths[0]), key=lambda path: SlotFile(str(path)).head.serial)
+    size = SlotFile(str(path)).head.num_bytes
     content = bytearray(path.read_bytes())
     content[place if place > 0 else size + place] ^= 1
     with path.open("r+b") as file:
@@ -199,7 +223,7 @@ def test_copies_that_do_not_fit_are_refused_with_their_size(monkeypatch: pytest.
     monkeypatch.setattr(slots_module, "gather_objects", lambda value: [value])
     ranks.slots[0].check_room(state_of(1), engine_of(1))
     monkeypatch.setattr(slots_module, "host_room_bytes", lambda: 1000.0)
-    with pytest.raises(ConfigError, match=r"They need \S+ \S+ on \S+, but 1,?000 B are free|set recover.spares to 0"):
+    with pytest.raises(ConfigError, match=r"They need \S+ KiB on \S+, but 1 KiB are free\..*set recover\.spares to 0"):
         ranks.slots[0].check_room(state_of(1), engine_of(1))
 
 

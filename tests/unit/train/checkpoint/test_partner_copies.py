@@ -1,0 +1,243 @@
+"""Slots with partner copies: a node lost with all its memory loses no version that was acknowledged."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import pytest
+import torch
+
+from tests.unit.train.checkpoint.test_slots import engine_of, state_of, store
+from txl_dist.distributed.recovery.partner import PartnerAddress, PartnerServer
+from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile
+from txl_dist.errors import ConfigError, LostRankError
+from txl_dist.train.checkpoint import partner as partner_module
+from txl_dist.train.checkpoint import slots as slots_module
+from txl_dist.train.checkpoint.partner import find_partner
+from txl_dist.train.checkpoint.recovery import InJobRecovery
+from txl_dist.train.checkpoint.slots import Share, StateSlots, StoredState
+
+T = TypeVar("T")
+LENGTH = 10
+
+
+class Nodes:
+    """Nodes with one rank each, as threads of this process. Each has slots in a folder, and the server of an agent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, count: int, *, every: int) -> None:
+        for module in (slots_module, partner_module):
+            monkeypatch.setattr(module, "gather_objects", self.gather)
+            monkeypatch.setattr(module, "node_name", self.name)
+        self.count, self._folder, self._every = count, folder, every
+        self.servers = [PartnerServer() for _ in range(count)]
+        self.slots: list[StateSlots] = []
+        self._values: list[Any] = [None] * count
+        self._barrier = threading.Barrier(count, timeout=20)
+        self._here = threading.local()
+        for rank in range(count):
+            for path in self.paths(rank):
+                path.touch()
+        self.begin()
+
+    def paths(self, rank: int) -> list[Path]:
+        return [self._folder / f"{rank}.{slot}" for slot in range(3)]
+
+    def begin(self) -> None:
+        """Begin a generation: all ranks connect to their partners."""
+        for slots in self.slots:
+            slots.close()
+        self.slots = self.together(self._open)
+
+    def _open(self, rank: int) -> StateSlots:
+        server = self.servers[rank]
+        own = PartnerAddress("127.0.0.1", server.port, server.key)
+        partner = find_partner(own, rank=rank, every=self._every)
+        paths = [str(path) for path in self.paths(rank)]
+        return StateSlots(paths, share=Share(0, 1), rank=rank, world_size=self.count, partner=partner)
+
+    def step(self, number: int, *, ranks: range | None = None) -> None:
+        for rank in ranks or range(self.count):
+            store(self.slots[rank], number, start=LENGTH * rank, rank=rank)
+
+    def lose(self, rank: int) -> None:
+        """Lose a node with its memory. Another one takes its place."""
+        self.servers[rank].close()
+        self.servers[rank] = PartnerServer()
+        for path in self.paths(rank):
+            path.unlink()
+            path.touch()
+
+    def newest(self) -> list[StoredState | None]:
+        """What each rank loads in a new generation."""
+        self.begin()
+        return self.together(lambda rank: self.slots[rank].newest_common())
+
+    def together(self, action: Callable[[int], T]) -> list[T]:
+        def run(rank: int) -> T:
+            self._here.rank = rank
+            return action(rank)
+
+        with ThreadPoolExecutor(self.count) as threads:
+            return list(threads.map(run, range(self.count)))
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self._here.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def name(self) -> str:
+        return f"node{self._here.rank}"
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
+    made: list[Nodes] = []
+
+    def make_nodes(count: int, *, every: int = 1) -> Nodes:
+        made.append(Nodes(monkeypatch, tmp_path, count, every=every))
+        return made[0]
+
+    yield make_nodes
+    for server in made[0].servers:
+        server.close()
+    for slots in made[0].slots:
+        slots.close()
+
+
+def assert_loaded(stored: list[StoredState | None], step: int) -> None:
+    """Each rank has its weights and its memories of the step."""
+    for rank, one in enumerate(stored):
+        assert one is not None
+        assert one.step == step
+        start = LENGTH * rank
+        expected = torch.arange(start, start + LENGTH, dtype=torch.float32) + step
+        assert torch.equal(one.source.read("weight", "w", start=start, length=LENGTH), expected)
+        state = one.load(engine_of(0))
+        assert torch.equal(state.memories[0].hidden[0], state_of(step, rank).memories[0].hidden[0])
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_lost_node_loses_no_step(make: Callable[..., Nodes], rank: int) -> None:
+    nodes = make(3)
+    for step in (1, 2, 3):
+        nodes.step(step)
+    nodes.lose(rank)
+    assert_loaded(nodes.newest(), 3)
+
+
+def test_a_node_lost_before_its_version_was_sent_takes_all_ranks_to_the_version_before(
+    make: Callable[..., Nodes],
+) -> None:
+    nodes = make(3)
+    nodes.step(1)
+    nodes.step(2)
+    nodes.step(3, ranks=range(2))
+    nodes.lose(2)
+    assert_loaded(nodes.newest(), 2)
+
+
+def test_another_node_may_be_lost_before_the_next_step(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    nodes.step(1)
+    nodes.step(2)
+    nodes.lose(0)
+    assert_loaded(nodes.newest(), 2)
+    for slots in nodes.slots:
+        slots.wait()  # as before the reduction of the next step
+    nodes.lose(1)
+    assert_loaded(nodes.newest(), 2)
+
+
+def test_two_neighbours_lost_at_once_leave_no_version(make: Callable[..., Nodes]) -> None:
+    nodes = make(3)
+    nodes.step(1)
+    nodes.lose(0)
+    nodes.lose(1)
+    assert nodes.newest() == [None, None, None]
+
+
+@pytest.mark.parametrize("last", [4, 5, 6, 7])
+def test_with_rare_copies_a_lost_process_repeats_no_finished_step(make: Callable[..., Nodes], last: int) -> None:
+    nodes = make(2, every=3)
+    for step in range(1, last + 1):
+        nodes.step(step)
+    assert_loaded(nodes.newest(), last)
+
+
+@pytest.mark.parametrize(("last", "loaded"), [(5, 1), (6, 6), (10, 6), (11, 11), (15, 11)])
+def test_a_lost_node_repeats_at_most_the_steps_since_the_last_copy(
+    make: Callable[..., Nodes], last: int, loaded: int
+) -> None:
+    nodes = make(2, every=5)
+    for step in range(1, last + 1):
+        nodes.step(step)
+    nodes.lose(1)
+    assert_loaded(nodes.newest(), loaded)
+
+
+def test_a_damaged_version_is_fetched_from_the_other_copy(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    nodes.step(1)
+    nodes.step(2)
+    flip(nodes, rank=1, step=2)
+    assert_loaded(nodes.newest(), 2)
+
+
+def test_if_both_copies_are_damaged_the_version_before_is_loaded(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    nodes.step(1)
+    nodes.step(2)
+    flip(nodes, rank=1, step=2)
+    for slot in nodes.servers[0]._slots():
+        if slot.head.serial == 2:
+            slot.mapped(0)[HEAD_BYTES] ^= 1
+    assert_loaded(nodes.newest(), 1)
+
+
+def test_a_partner_that_is_gone_is_a_lost_rank(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    nodes.step(1)
+    nodes.slots[0]._partner._connection._peer.shutdown(2)  # type: ignore[union-attr]
+    with pytest.raises(LostRankError, match=r"the agent of rank 1 at \S+ keeps no copy of the state of rank 0"):
+        store(nodes.slots[0], 2)
+
+
+def flip(nodes: Nodes, *, rank: int, step: int) -> None:
+    """Flip one bit of a stored version."""
+    for path in nodes.paths(rank):
+        if SlotFile(str(path)).head.serial == step:
+            with path.open("r+b") as file:
+                file.seek(HEAD_BYTES)
+                byte = file.read(1)[0]
+                file.seek(HEAD_BYTES)
+                file.write(bytes([byte ^ 1]))
+                os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_job_on_one_node_is_refused_at_its_start_but_goes_on_after_a_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, generation: int
+) -> None:
+    paths = [tmp_path / str(number) for number in range(3)]
+    for path in paths:
+        path.touch()
+    member = SimpleNamespace(
+        generation=generation,
+        collecting=nullcontext,
+        slots=[str(path) for path in paths],
+        partner_address=PartnerAddress("127.0.0.1", 1, ""),
+    )
+    monkeypatch.setattr(partner_module, "gather_objects", lambda value: [value, value])
+    ranks: Any = SimpleNamespace(rank=0, world_size=2)
+    starting = ConfigError if generation == 1 else None
+    with pytest.raises(starting, match=r"set recover\.copies to node") if starting else nullcontext():
+        InJobRecovery(cast("Any", member), ranks, share=Share(0, 1), partner_every=1).close()

@@ -1,0 +1,149 @@
+"""A slot: a file in memory that holds one version of a rank's state, and says whether the version is whole.
+
+    slot      [head] [content]
+    head      serial number, rank, number of ranks, sizes of the three parts of the content, CRC-32 of the content
+    content   [values] [table] [facts], whose meaning is in `train.checkpoint.slots`
+
+The serial number is written last. It is 0 while the slot holds no version or is being written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+HEAD_BYTES = 64
+"""Bytes before the content."""
+_HEAD = struct.Struct("7q")
+_MAX_BYTES = 1 << 46
+"""Limit for the sizes in a head from another process, far above any memory."""
+
+
+class Version(NamedTuple):
+    """Name of the state of one rank after a step."""
+
+    serial: int
+    """Number that increases with each version. All ranks of a step have the same number."""
+    world_size: int
+    """Number of ranks that stored this step together."""
+    rank: int
+
+
+class SlotHead(NamedTuple):
+    """Head of a slot."""
+
+    serial: int
+    """Number of the version, which increases with each version. 0 means that the slot holds no version."""
+    rank: int
+    """Rank whose state it is."""
+    world_size: int
+    """Number of ranks that stored this version together."""
+    values_len: int
+    """Size of the values in bytes."""
+    table_len: int
+    facts_len: int
+    crc: int
+    """CRC-32 of the content."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the slot, with its head."""
+        return HEAD_BYTES + self.values_len + self.table_len + self.facts_len
+
+    @property
+    def version(self) -> Version:
+        """Name of the version that the slot holds."""
+        return Version(self.serial, self.world_size, self.rank)
+
+    def to_bytes(self) -> bytes:
+        """Return the head as `SlotFile` stores it."""
+        return _HEAD.pack(*self).ljust(HEAD_BYTES, b"\0")
+
+
+NO_VERSION = SlotHead(0, 0, 0, 0, 0, 0, 0)
+"""Head of an empty slot."""
+
+
+def head_of(content: bytes) -> SlotHead:
+    """Return the head that these bytes describe. Raises ValueError if its sizes are impossible."""
+    head = SlotHead(*_HEAD.unpack(content[: _HEAD.size]))
+    sizes = head[3:6]
+    if min(sizes) < 0 or max(sizes) > _MAX_BYTES:
+        raise ValueError(f"a slot cannot have parts of {sizes} bytes")
+    return head
+
+
+class SlotFile:
+    """One slot. Several processes may open the same one. Only one of them writes at a time."""
+
+    def __init__(self, file: int | str) -> None:
+        """Open the file, which is a descriptor or a path. The object owns the descriptor."""
+        if isinstance(file, int):
+            self._file = file
+        else:
+            self._file = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        self._map: mmap.mmap | None = None
+
+    def close(self) -> None:
+        """Close the file. Values that were read stay valid."""
+        os.close(self._file)
+
+    @property
+    def head(self) -> SlotHead:
+        """Head of the version in this slot, or `NO_VERSION`."""
+        content = os.pread(self._file, HEAD_BYTES, 0)
+        if len(content) < HEAD_BYTES:
+            return NO_VERSION
+        return head_of(content)
+
+    def is_whole(self) -> bool:
+        """Return whether the content of the slot has the CRC-32 that its head says."""
+        head = self.head
+        if os.fstat(self._file).st_size < head.num_bytes:
+            return False
+        with memoryview(self.mapped(head.num_bytes)) as content:
+            return zlib.crc32(content[HEAD_BYTES : head.num_bytes]) == head.crc
+
+    def begin(self, num_bytes: int) -> mmap.mmap:
+        """Invalidate the version in this slot, and return the file with room for a slot of `num_bytes`.
+
+        Raises OSError if there is not enough memory. Then the old version is still valid.
+        """
+        content = self.mapped(num_bytes)
+        content[:8] = bytes(8)
+        return content
+
+    def finish(self, head: SlotHead) -> None:
+        """Make the content that was written after `begin` valid."""
+        content = self.mapped(head.num_bytes)
+        packed = head.to_bytes()
+        content[8:HEAD_BYTES] = packed[8:]
+        content[:8] = packed[:8]
+
+    def mapped(self, num_bytes: int) -> mmap.mmap:
+        """Return the file as memory of at least `num_bytes`. A file that is too small grows. Raises OSError."""
+        if self._map is None or len(self._map) < num_bytes:
+            if os.fstat(self._file).st_size < num_bytes:
+                size = num_bytes + num_bytes // 8
+                os.posix_fallocate(self._file, 0, size)  # OSError here, and not a signal at a later write
+            self._map = mmap.mmap(self._file, 0)
+        return self._map
+
+
+S = TypeVar("S", bound=SlotFile)
+
+
+def slot_to_replace(slots: Sequence[S], *, kept: set[int]) -> S:
+    """Return the slot to write next: the one with the oldest version, except versions in `kept` (serial numbers).
+
+    A version that two slots hold needs only one of them.
+    """
+    serials = [slot.head.serial for slot in slots]
+    replaceable = [
+        slot for slot, serial in zip(slots, serials, strict=True) if serial not in kept or serials.count(serial) > 1
+    ]
+    return min(replaceable, key=lambda slot: slot.head.serial)

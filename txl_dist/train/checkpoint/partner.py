@@ -1,0 +1,85 @@
+"""The partner of a rank: the agent on the next node that keeps copies of the rank's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from txl_dist.console.logging import logger
+from txl_dist.distributed.collectives import gather_objects
+from txl_dist.distributed.recovery.partner import PartnerAddress, PartnerConnection, partner_of
+from txl_dist.distributed.recovery.seat import node_name
+from txl_dist.distributed.recovery.slot_file import SlotFile, Version
+from txl_dist.errors import LostRankError, TrainingError
+
+
+class Partner:
+    """Connection to the agent that keeps copies of this rank's state, and to all others that may have kept them."""
+
+    def __init__(self, own_rank: int, partner_rank: int, addresses: Sequence[PartnerAddress], *, every: int) -> None:
+        """Connect to the agent of `partner_rank`. `addresses` has the server of every rank's agent.
+
+        A version is sent every `every` steps. Raises LostRankError if the agent is gone.
+        """
+        self.rank = partner_rank
+        self.every = every
+        self._own_rank = own_rank
+        self._addresses = addresses
+        try:
+            self._connection = PartnerConnection(addresses[partner_rank])
+        except OSError as error:
+            raise LostRankError(self._describe(error)) from error
+
+    def close(self) -> None:
+        """Close the connection. The agent keeps the copies."""
+        self._connection.close()
+
+    def send(self, slot: SlotFile, *, kept: int) -> None:
+        """Send the version in a slot, and wait for the acknowledgement. The version number `kept` is not replaced.
+
+        Raises LostRankError if the agent is gone, and TrainingError if it cannot keep the version.
+        """
+        try:
+            self._connection.put(slot, kept=kept)
+        except (ConnectionError, TimeoutError) as error:
+            raise LostRankError(self._describe(error)) from error
+        except OSError as error:
+            raise TrainingError(
+                f"{self._describe(error)}. Free host memory on that node, or set recover.copies to node."
+            ) from error
+
+    def versions(self) -> list[Version]:
+        """Return the versions that the agent of this rank keeps for ranks of other nodes. Raises LostRankError."""
+        try:
+            own = PartnerConnection(self._addresses[self._own_rank])
+            versions = own.versions()
+            own.close()
+        except OSError as error:
+            raise LostRankError(f"the agent of rank {self._own_rank} is gone: {error}") from error
+        return versions
+
+    def fetch(self, version: Version, keeper: int, into: SlotFile) -> bool:
+        """Fetch a version from the agent of the rank `keeper` into a slot. Returns whether it has arrived whole."""
+        try:
+            connection = PartnerConnection(self._addresses[keeper])
+            connection.get(version, into)
+            connection.close()
+        except OSError as error:
+            logger.warning("recovery: the agent of rank %d cannot send version %d: %s", keeper, version.serial, error)
+            return False
+        return True
+
+    def _describe(self, error: OSError) -> str:
+        host = self._addresses[self.rank].host
+        return f"the agent of rank {self.rank} at {host} keeps no copy of the state of rank {self._own_rank}: {error}"
+
+
+def find_partner(own: PartnerAddress, *, rank: int, every: int) -> Partner | None:
+    """Connect this rank to its partner. Returns None if the job has only one node. All ranks call it together.
+
+    `own` is the address of the server in this rank's agent. Raises LostRankError if the partner is gone.
+    """
+    places = gather_objects((node_name(), own))
+    partner_rank = partner_of(rank, [node for node, _ in places])
+    if partner_rank is None:
+        return None
+    return Partner(rank, partner_rank, [address for _, address in places], every=every)
