@@ -26,6 +26,7 @@ from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.model.kernels.attention_launch import unsupported_shape_reason
 from txl_dist.planning import scaling
 from txl_dist.planning.hardware import Gpu, GpuCluster
+from txl_dist.planning.recovery_cost import RecoveryCost, recovery_cost
 from txl_dist.planning.scaling import Point
 from txl_dist.planning.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.train.footprint.checkpoint import checkpoint_size
@@ -154,6 +155,8 @@ class PlannedOption(Option):
     stages: list[PhasePlan]
     """Predictions for the phases, in order. The list is empty for a run with only one phase."""
     saving: SavingPlan
+    recovery: RecoveryCost
+    """Cost and gain of recovery inside the job, which GPUs do not have yet."""
     strong: list[Point]
     """Points of the curve of strong scaling (constant global batch)."""
     weak: list[Point]
@@ -482,6 +485,7 @@ class _Planner:
             gpu_hours=length_s / 3600 * self.gpus,
             stages=stages,
             saving=self._saving(option, length_s=length_s),
+            recovery=self._recovery(option),
             strong=scaling.strong(largest, question.cluster, num_lanes=self.given.train.num_lanes),
             weak=scaling.weak(work, question.cluster),
         )
@@ -496,11 +500,34 @@ class _Planner:
         except ConfigError as error:
             return str(error)
 
+    def _saving_wait_s(self, size: float) -> float:
+        """Return the seconds that training waits for a checkpoint of so many bytes."""
+        if self.given.checkpoint.asynchronous:
+            return max(1.0, size / self.gpus / (COPY_GB_S * 1e9))
+        return max(1.0, size / (WRITE_GB_S * 1e9))
+
+    def _recovery(self, option: Option) -> RecoveryCost:
+        saved = checkpoint_size(option.config, vocab_size=self.question.vocab_size)
+        cluster = self.question.cluster
+        return recovery_cost(
+            state_bytes=saved.weights + saved.optimizer,
+            memory_bytes=saved.memories,
+            gpus=self.gpus,
+            gpus_per_node=cluster.gpus_per_node,
+            is_sharded=option.engine.zero_stage > 0,
+            step_s=option.step.total_s,
+            overlap_s=option.step.total_s - option.step.optimizer,
+            copy_gb_s=COPY_GB_S,
+            network_gb_s=cluster.network_gb_s,
+            partner_every=self.given.recover.partner_every,
+            wait_s=self._saving_wait_s(saved.total),
+            restart_s=RESTART_S,
+        )
+
     def _saving(self, option: Option, *, length_s: float) -> SavingPlan:
         saved = checkpoint_size(option.config, vocab_size=self.question.vocab_size)
         size = saved.total
-        is_asynchronous = self.given.checkpoint.asynchronous
-        wait_s = max(1.0, size / self.gpus / (COPY_GB_S * 1e9) if is_asynchronous else size / (WRITE_GB_S * 1e9))
+        wait_s = self._saving_wait_s(size)
         failure_s = 3600 / (FAILURES_PER_GPU_HOUR * self.gpus)
         interval_s = min(math.sqrt(2 * wait_s * failure_s), max(length_s / 10, 100 * wait_s), length_s)
         return SavingPlan(

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from txl_dist.console.formatting import counted, format_bytes, format_duration, format_table
 from txl_dist.planning.hardware import CONTEXT_GIB
 from txl_dist.planning.plan import Option, Plan, PlannedOption, SavingPlan
+from txl_dist.planning.recovery_cost import RecoveryCost
 from txl_dist.planning.scaling import MOST_GPUS, REASONS, Point, breaking_point
 from txl_dist.train.preflight import MANY_EPOCHS, warnings_on_size
 
@@ -62,6 +63,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield f"not shown: GPU-hours, failures and how often to save, because the run takes only {took}"
     else:
         yield from _saving(chosen.saving)
+        yield from _recovery(chosen.recovery)
     yield ""
     if is_small:
         share = f"the host takes {100 * host_share:.0f}% of a step"
@@ -230,6 +232,33 @@ def _saving(saving: SavingPlan) -> Iterator[str]:
         f"  with a failure every {between_failures} ({saving.failures_expected:.2f} expected) "
         f"saving and repeating take {saving.lost_pct:.2f}% of the time"
     )
+
+
+def _recovery(cost: RecoveryCost) -> Iterator[str]:
+    version = format_bytes(cost.version_gib * 2**30)
+    host = format_bytes(cost.host_gib * 2**30)
+    yield (
+        f"recovery inside the job (recover.spares; CPUs only so far): {version} per GPU and version, "
+        f"{host} of host memory per node"
+    )
+    copies = f"  copies: {1e3 * cost.copy_s:.2f} ms over PCIe"
+    if cost.has_partner:
+        every = counted(cost.partner_every, "step")
+        copies += f", {1e3 * cost.partner_s:.2f} ms to the next node every {every}"
+    yield f"{copies}: {cost.step_pct:.0f}% of a step, of which it waits for {cost.wait_pct:.0f}%"
+    if not cost.has_partner:
+        yield "  a lost node ends the job: there is no other node for copies"
+    elif cost.most_repeated_steps:
+        repeated = counted(cost.most_repeated_steps, "finished step")
+        yield f"  a lost node repeats the step in flight, and up to {repeated}"
+    else:
+        yield "  a lost node repeats only the step in flight"
+    for goodput in (cost.goodput, cost.reference):
+        yield (
+            f"  goodput of {counted(goodput.gpus, 'GPU')} with a failure every "
+            f"{format_duration(goodput.between_failures_s)}: {goodput.without_pct:.2f}% with restarts, "
+            f"{goodput.with_pct:.2f}% if each failure is survived"
+        )
 
 
 def _scaling(curve: Sequence[Point]) -> str:
