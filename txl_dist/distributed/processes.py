@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,14 @@ def process_id(pid: int = 0) -> ProcessId:
         start_ticks = 0
     host, place = _here()
     return ProcessId(host, place, pid, start_ticks)
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process started, or 0 if the start time is unknown."""
+    start_ticks = process_id().start_ticks
+    if start_ticks:
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def parent_of(pid: int) -> int:

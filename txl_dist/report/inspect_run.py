@@ -27,6 +27,7 @@ from txl_dist.data.loader.stream_state import StreamState, first_state
 from txl_dist.data.verify import inspect as of_corpus
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.report.inspect_options import InspectOptions
+from txl_dist.report.recoveries import Recovery, read_recoveries, recovery_rows
 from txl_dist.rng import derive_seed
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
@@ -197,6 +198,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
         "newest_whole": max(whole_steps, default=None),
         "best_step": min(losses, key=losses.__getitem__, default=None),
         "checkpoints": checkpoints,
+        "recoveries": [recovery._asdict() for recovery in read_recoveries(run_dir)],
         "beside": [{"name": name, "what": _what_is(name)} for name in sorted(others)],
     }
 
@@ -254,9 +256,19 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
         rows.append(_run_row(checkpoint, is_best=is_best))
     if facts["checkpoints"]:
         lines += format_table(rows)
+    lines += _recovery_lines([Recovery(**recovery) for recovery in facts["recoveries"]])
     for other in facts["beside"]:
         lines.append(f"{other['name']}: {other['what']}")
     return lines
+
+
+def _recovery_lines(recoveries: Sequence[Recovery]) -> list[str]:
+    """Return lines about the ranks that were replaced inside the running job, or no lines."""
+    if not recoveries:
+        return []
+    lost_s = sum(recovery.lost_s for recovery in recoveries)
+    counts = f"{len(recoveries):,} {'recovery' if len(recoveries) == 1 else 'recoveries'}"
+    return [f"{counts}, which took {lost_s:.1f} s", *format_table(recovery_rows(recoveries))]
 
 
 def _run_row(checkpoint: dict[str, Any], *, is_best: bool) -> list[str]:

@@ -35,6 +35,7 @@ from txl_dist.console.formatting import (
 from txl_dist.distributed.processes import process_of
 from txl_dist.io.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.report.records import BITS, MOST, FloatArray, History, RecordTable, read_history
+from txl_dist.report.recoveries import goodput_of, recoveries_of
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """Seconds after which an unchanged lock means that its job on another machine has ended. A running job touches its lock
@@ -47,7 +48,7 @@ TROUBLES = {
     "spike": "spikes",
     "skipped": "skipped steps",
     "straggler": "stragglers",
-    "recovered": "replaced ranks",
+    "recovered": "recoveries",
     "save_failed": "failed saves",
 }
 """Words of the report for events that mean trouble, by the name of the event."""
@@ -416,9 +417,24 @@ def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
     troubles["incomplete lines in metrics.jsonl"] = history.num_damaged
     listed = ", ".join(f"{name} {number:,}" for name, number in troubles.items() if number)
     yield _fact("Resumed", _times_resumed(events["start"]), listed)
+    yield from _recovery_facts(history)
     with suppress(ValueError, OverflowError, OSError):
         last_record = datetime.fromtimestamp(history.last_time_s, UTC)
         yield _fact("Last record", f"{last_record:%Y-%m-%d %H:%M} UTC")
+
+
+def _recovery_facts(history: History) -> Iterator[Fact]:
+    """Yield a fact about the time that recoveries took, and about the goodput with and without them."""
+    recoveries = recoveries_of(history.events)
+    if not recoveries:
+        return
+    lost_s = sum(recovery.lost_s for recovery in recoveries)
+    goodput = goodput_of(history, step_ms=recent(history.train, "step_ms"))
+    if goodput is None:
+        note = None
+    else:
+        note = f"goodput {goodput.with_pct:.2f} %, with restarts at most {goodput.without_pct:.2f} % (estimate)"
+    yield _fact("Recoveries", f"{len(recoveries):,}", f"{lost_s:,.1f} s lost", note)
 
 
 def _times_resumed(num_starts: int) -> str | None:

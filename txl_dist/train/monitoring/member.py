@@ -273,6 +273,7 @@ class Member:
         return {
             "generation": self.generation,
             "ranks": [loss.rank for loss in losses],
+            "hosts": [loss.host for loss in losses],
             "why": "; ".join(str(loss) for loss in losses),
             "notice_s": max(loss.notice_s for loss in losses),
             "regroup_s": round(self._met_s - plan["began_s"], 3),

@@ -24,7 +24,7 @@ from threading import Thread
 from types import FrameType
 
 from txl_dist.console.logging import logger
-from txl_dist.distributed.processes import ProcessId, command_of, parent_of, process_id, process_of
+from txl_dist.distributed.processes import ProcessId, command_of, parent_of, process_age_s, process_id, process_of
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import parse_json, was_removed
 
@@ -53,7 +53,7 @@ class PreemptionRequests:
         self._signals: list[int] = []
         self._others: list[str] = []  # reasons besides signals
         self._next_poll_s = 0.0
-        self._start_s = time.monotonic() - _age_s()
+        self._start_s = time.monotonic() - process_age_s()
         self._launchers = launchers()
         self._is_orphan = (
             not self._launchers and os.getppid() == 1 and not os.environ.keys().isdisjoint(MADE_BY_LAUNCHERS)
@@ -199,11 +199,3 @@ def _is_launcher(command: list[str]) -> bool:
         names & {"deepspeed", "deepspeed.pt", "ds", "torchrun"}
         or modules & {"deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
     )
-
-
-def _age_s() -> float:
-    """Return the seconds since this process started, or 0 if the start time is unknown."""
-    start_ticks = process_id().start_ticks
-    if start_ticks:
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
-    return 0.0

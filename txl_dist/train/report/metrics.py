@@ -28,6 +28,7 @@ from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.distributed.collectives import RankInfo, gather_objects, uses_gpu
+from txl_dist.distributed.processes import process_age_s
 from txl_dist.distributed.rank_environment import format_ranks, without_local_rank
 from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.train.engine.protocol import Engine
@@ -289,6 +290,7 @@ def start_facts(engine: Engine, ranks: RankInfo) -> Record:
         "txl_dist": txl_dist.__version__,
         "torch": torch.__version__,
         "command": ["txl", *without_local_rank(sys.argv[1:])],
+        "startup_s": round(process_age_s(), 1),
         **(_commit() if ranks.is_rank0 else {}),
     }
 

@@ -84,6 +84,18 @@ def test_tensorboard_gets_lists_as_curves_positions_as_one_picture_and_words_as_
     assert not [tag for tag in found.Tags()["scalars"] if tag.startswith("event/")]
 
 
+def test_tensorboard_shows_a_recovery_as_text_and_its_seconds_as_curves(tmp_path: Path) -> None:
+    report = reporter(tmp_path, tensorboard=True)
+    seconds = {"notice_s": 0.25, "regroup_s": 0.5, "restore_s": 0.125, "redo_s": 1.5}
+    report.write("event", {"event": "recovered", "step": 40, "ranks": [1], "why": "rank 1 was lost", **seconds})
+    report.close()
+    folder = tmp_path / "tensorboard"
+    for name, value in seconds.items():
+        assert scalars(folder, f"recovery/{name}") == [(40, value)]
+    (text,) = accumulated(folder).Tensors("event/recovered")
+    assert "why: rank 1 was lost" in text.tensor_proto.string_val[0].decode()
+
+
 def test_a_list_of_hundreds_of_ranks_makes_no_hundreds_of_curves(tmp_path: Path) -> None:
     report = reporter(tmp_path, tensorboard=True)
     report.write("train", TRAIN_RECORD | {"rank_ms": [10.0] * 500})
