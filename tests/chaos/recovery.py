@@ -95,6 +95,27 @@ def ended(lab: Lab, fault: str, *settings: str, reason: str, ranks: int = 2) -> 
     return lab.report(case)
 
 
+def failed(lab: Lab, *, rank: int = 1) -> Case:
+    """An exception of a rank itself ends the job, with its message and exit code on all ranks. None is replaced."""
+    fault = f"raise:{rank}:{STRUCK_AT}"
+    case, run = lab.case("recovery: own error", fault=fault), lab.new_run("failed")
+    with lab.start(run, *ON, fault=fault) as job:
+        case.exit_codes.append(job.wait(limit_s=120))
+        if job.struck:
+            case.detect_s = round(max(at for _, at in job.exits.values()) - job.struck[-1].time_s, 2)
+        text = job.text
+    noted = (run.dir / "log.txt").read_text(encoding="utf-8")
+    case.message_ok = "RuntimeError: ordered by TXL_FAILPOINTS" in text and "ordered by TXL_FAILPOINTS" in noted
+    if not case.message_ok:
+        case.problems.append("the error is not in the log")
+    if case.exit_codes != [[1, 1]]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    if "continues in the same job" in text:
+        case.problems.append("a rank was replaced")
+    lab.finish(case, run, *ON)
+    return lab.report(case)
+
+
 def stopped(lab: Lab, *, to_launcher: bool, stage: int = 1) -> Case:
     """SIGTERM while the job recovers: it recovers, saves and ends with code 75, and the same command goes on."""
     fault = f"kill:1:{STRUCK_AT},slow:0:2:leave@2"
@@ -164,6 +185,8 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for point in ("step", "half-stored", "stored", "sent"):
         for rank in (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{STRUCK_AT}:{point}", *PARTNER, stage=3, nodes=2)
+    for rank in (0, 1):
+        yield partial(failed, lab, rank=rank)
     for to_launcher in (False, True):
         yield partial(stopped, lab, to_launcher=to_launcher)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")

@@ -16,7 +16,7 @@ from tests.chaos.lab import Case, Lab
 from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
-from tests.chaos.recovery import PARTNER, ended, replaced, stopped, storm
+from tests.chaos.recovery import PARTNER, ended, failed, replaced, stopped, storm
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
@@ -146,6 +146,10 @@ def test_recovery_changes_no_bit_of_a_run_that_nothing_befalls(lab: Lab) -> None
 
 def test_a_loss_that_comes_again_ends_the_job_with_its_reason(lab: Lab) -> None:
     assert_passed(ended(lab, "kill:1:10:step@*", reason="The same happened before at this step"))
+
+
+def test_an_error_of_a_rank_itself_ends_the_job_on_all_ranks_as_that_error(lab: Lab) -> None:
+    assert_passed(failed(lab))
 
 
 @pytest.mark.nightly

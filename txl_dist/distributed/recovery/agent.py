@@ -93,6 +93,8 @@ class Agent:
         self._plan: Message | None = None
         self._deadline_s: float | None = None
         """Time at which the rank is killed, because the job has ended."""
+        self._end_code = HANG
+        """Exit code of this agent if the job has ended."""
         self._spare = SpareProcess(lambda: self._start(self._seat._replace(is_spare=True)))
         self._begin_by_s: float | None = None
         """Time by which a replacement that was forked must connect."""
@@ -260,12 +262,13 @@ class Agent:
         self._selector.unregister(self._coordinator.peer)
         self._coordinator.peer.close()
         self._coordinator = None
-        self._end({"kind": "end", "reason": "the agent of rank 0 was lost"})
+        self._end({"kind": "end", "code": HANG, "reason": "the agent of rank 0 was lost"})
 
     def _end(self, message: Message) -> None:
         """Ask the rank to end, and kill it if it does not."""
         self._tell_rank(message)
         if self._deadline_s is None:
+            self._end_code = int(message["code"])
             self._deadline_s = time.monotonic() + END_S
             if self._rank_link is None and self._closed_s is not None:
                 self._deadline_s = 0.0
@@ -289,7 +292,7 @@ class Agent:
     def _look_at_rank(self, now_s: float) -> int | None:
         """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""
         if self._pid == 0 and self._deadline_s is not None:
-            return HANG  # no replacement has come, and none will
+            return self._end_code  # no replacement has come, and none will
         if self._child.pid == self._pid and self._exit_status is None:
             self._exit_status = self._child.poll()
         if self._exit_status is None:
@@ -299,7 +302,7 @@ class Agent:
             self._exit_status = -signal.SIGKILL  # its parent is gone too
         code = self._exit_status
         if self._deadline_s is not None and not self._is_leaving:
-            return HANG
+            return self._end_code
         if code >= 0 or self._is_leaving or self._coordinator is None or -code in SIGNALS:
             self._tell_coordinator({"kind": "left", "code": abs(code)})
             return 128 - code if code < 0 else code

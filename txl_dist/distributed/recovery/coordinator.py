@@ -139,6 +139,8 @@ class Coordinator:
             self._become_ready(rank, message)
         elif kind == "stepped":
             self._finish_step(rank, int(message["generation"]))
+        elif kind == "failed":
+            self._fail(rank, code=int(message["code"]), reason=str(message["reason"]))
         elif kind == "left":
             self._leave(rank, int(message["code"]))
         else:
@@ -229,9 +231,15 @@ class Coordinator:
     def _leave(self, rank: int, code: int) -> None:
         """Note that the process of a rank has ended by itself. An error of its own ends the job."""
         self._ranks[rank].has_left = True
-        if code and not self.is_ended:
+        if code:
+            self._fail(rank, code=code, reason=f"exit code {code}")
+
+    def _fail(self, rank: int, *, code: int, reason: str) -> None:
+        """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
+        if not self.is_ended:
             self.is_ended = True
-            self._send_to_all({"kind": "end", "code": HANG, "reason": ""})
+            reason = f"rank {rank} on {self._ranks[rank].host} failed: {reason}"
+            self._send_to_all({"kind": "end", "code": code, "reason": reason})
 
     def _judge_regroup(self, now_s: float) -> None:
         """Kill survivors that do not leave their generation in time. End the job if a replacement is missing."""

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from txl_dist.artifacts import STACKS
+from txl_dist.console.logging import note_in_file
 from txl_dist.distributed.collectives import broadcast_object, is_waiting, uses_gpu
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.recovery.agent import connect_to
@@ -37,12 +38,12 @@ from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.socket_cut import SocketCut
-from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError
+from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append
 from txl_dist.train.engine.regroup import check_regroup, leave_groups
 from txl_dist.train.engine.zero import import_deepspeed
-from txl_dist.train.monitoring.watchdog import is_in_collective
+from txl_dist.train.monitoring.watchdog import is_in_collective, may_come_from_loss
 
 HEARTBEAT_S = 0.25
 """Seconds between two heartbeats on the status page."""
@@ -50,10 +51,14 @@ CUT_EVERY_S = 0.05
 """Seconds between two cuts while the main thread has not left its generation."""
 PLAN_S = 5.0
 """Seconds to wait for a plan after an error in a collective. Without a plan the error is this rank's own."""
+OWN_S = 0.5
+"""Seconds to wait for a plan after any other error: another rank may have been lost at the same time."""
 CONNECT_S = 1
 """Seconds of one attempt to connect to the store of a generation, which exists already."""
 STORE_S = 60
 """Timeout in seconds of the store through which ranks connect. The store exists before any rank connects."""
+_MAX_REASON = 1000
+"""Largest number of characters of an error that the coordinator gets."""
 _MODULES = (
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.plugins.hparams.summary_v2",
@@ -122,6 +127,7 @@ class Member:
         self._meeting: Message = {"generation": 1}
         self._met_s = 0.0
         self._is_ended = False
+        self._end: Message = {"code": HANG, "reason": ""}
         self._condition = threading.Condition()
         self._cut = SocketCut()
         self._store: TCPStore | None = None
@@ -219,8 +225,8 @@ class Member:
     def regrouping(self) -> Iterator[None]:
         """Return a context manager that raises RegroupError for an error that the loss of a rank has caused.
 
-        An error of this rank itself is raised unchanged. LostRankError without a message is raised if the job ends
-        because of another rank.
+        An error of this rank itself ends the job: it is sent to the coordinator, and raised unchanged. LostRankError
+        without a message is raised if the job ends because of another rank.
         """
         try:
             yield
@@ -228,8 +234,26 @@ class Member:
             if self._is_caused_by_loss(error):
                 raise RegroupError from None
             if self._is_ended and not isinstance(error, TxlError):
-                raise LostRankError("") from error  # an empty message is not printed: the coordinator prints it
+                raise self._ended() from error
+            self._fail(error)
             raise
+
+    def _fail(self, error: Exception) -> None:
+        """Announce that this rank ends because of its own error, which it prints."""
+        code = 1
+        if isinstance(error, TxlError):
+            code = error.exit_code
+        else:
+            note_in_file(f"the run ends: {error!r}")
+        self._tell({"kind": "failed", "code": code, "reason": in_one_line(error)[:_MAX_REASON]})
+
+    def _ended(self) -> LostRankError:
+        """Return the error of a rank whose job ends because of another rank. It has the exit code of that rank."""
+        if self._end["reason"]:
+            note_in_file(f"the run ends: {self._end['reason']}")
+        error = LostRankError("")  # an empty message is not printed: the other rank or the coordinator prints it
+        error.exit_code = int(self._end["code"])
+        return error
 
     def leave(self) -> None:
         """Leave the present generation, and return when all ranks are ready to meet in the newest one.
@@ -250,7 +274,7 @@ class Member:
             with self._condition:
                 self._condition.wait_for(lambda: self._has_met() or self._is_superseded() or self._is_ended)
             if self._is_ended:
-                raise LostRankError("")
+                raise self._ended()
             if self._has_met():
                 self._met_s = time.monotonic()
                 return
@@ -294,7 +318,7 @@ class Member:
         with self._condition:
             self._condition.wait_for(lambda: self._is_superseded() or self._is_ended)
         if self._is_ended:
-            raise LostRankError("")
+            raise self._ended()
 
     def _has_met(self) -> bool:
         return bool(self._meeting["generation"] == self.generation) and not self._is_superseded()
@@ -308,8 +332,9 @@ class Member:
             return self._is_superseded()
         self._cut.cut()  # the others need not wait for this rank
         self.beat("regroup")
+        wait_s = PLAN_S if may_come_from_loss(error) else OWN_S
         with self._condition:
-            self._condition.wait_for(lambda: self._is_superseded() or self._is_ended, PLAN_S)
+            self._condition.wait_for(lambda: self._is_superseded() or self._is_ended, wait_s)
         return self._is_superseded()
 
     def _tell(self, message: Message) -> None:
@@ -346,6 +371,7 @@ class Member:
             elif message["kind"] == "meet":
                 self._meeting = message
             elif message["kind"] == "end":
+                self._end = message
                 self._is_ended = True
             self._condition.notify_all()
 

@@ -23,6 +23,7 @@ import faulthandler
 import logging
 import os
 import queue
+import re
 import resource
 import signal
 import sys
@@ -32,6 +33,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+
+from torch.distributed import DistError
 
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger
@@ -64,6 +67,8 @@ own."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
 """Modules whose functions are collectives or wait for collectives. Other code that waits for ranks marks its wait with
 `waiting`."""
+_NETWORK = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed out|process group", re.IGNORECASE)
+"""Words in messages of errors that the loss of another rank may have caused."""
 STDERR = 2
 """Descriptor of standard error."""
 
@@ -381,6 +386,22 @@ def is_in_collective(frame: FrameType | None) -> bool:
         if frame.f_globals.get("__name__", "").startswith(COLLECTIVES):
             return True
         frame = frame.f_back
+    return False
+
+
+def may_come_from_loss(error: BaseException) -> bool:
+    """Return whether the loss of another rank may have caused an error of this rank.
+
+    Such an error was raised inside a collective, or its message is about the network. Any other error is the rank's
+    own: for instance, the setting of a wrong value, or too little memory.
+    """
+    if isinstance(error, OSError | DistError) or _NETWORK.search(str(error)):
+        return True
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").startswith(COLLECTIVES):
+            return True
+        trace = trace.tb_next
     return False
 
 

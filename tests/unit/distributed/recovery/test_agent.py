@@ -53,6 +53,9 @@ def beat():
     while True:
         page.heartbeat(is_waiting=False)
         time.sleep(0.05)
+        if os.path.exists(f"{folder}/fail{rank}"):
+            link.send({"kind": "failed", "code": 5, "reason": "ValueError: a poison batch"})
+            os._exit(5)
 
 page.progress(step=int(time.time() * 10) % 1000, phase="step")
 page.set_limit(60.0)
@@ -83,7 +86,7 @@ while True:
             note(f"met {generation}")
             link.send({"kind": "stepped", "generation": generation})
         elif message["kind"] == "end":
-            note("ended")
+            note(f"ended {message['reason'] or 'without'}")
             os._exit(76)
 """
 
@@ -184,6 +187,15 @@ def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) 
     assert error is not None
     assert "the agent of rank 1" in error.read()
     assert other not in (survivor, 0)
+
+
+def test_an_error_of_a_rank_ends_all_agents_with_its_exit_code(agents: Agents) -> None:
+    survivor, _ = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    (agents.folder / "fail1").touch()
+    assert agents.wait_for("ended rank 1 on", rank=0) == survivor
+    assert [agent.wait(30) for agent in agents.agents] == [5, 5]
+    assert "a poison batch" in agents.notes(0)[-1]
+    assert not any(line.startswith("met") for rank in (0, 1) for line in agents.notes(rank))
 
 
 def test_a_rank_that_dies_before_the_job_is_complete_is_not_replaced(tmp_path: Path) -> None:

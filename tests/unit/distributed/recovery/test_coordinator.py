@@ -172,6 +172,19 @@ def test_an_error_of_a_rank_ends_the_job_without_a_line_of_the_coordinator() -> 
     assert job.coordinator.lines == []
 
 
+def test_a_failed_rank_ends_the_job_on_all_ranks_with_its_exit_code_and_reason() -> None:
+    job = Job()
+    job.tell(1, "failed", code=2, reason="ConfigError: no such setting")
+    job.tell(1, "left", code=2)
+    ends = [message for _, message in job.told()]
+    assert [message["code"] for message in ends] == [2, 2, 2]
+    assert "rank 1 on" in ends[0]["reason"]
+    assert "ConfigError: no such setting" in ends[0]["reason"]
+    assert job.coordinator.lines == []
+    job.lose(2)
+    assert job.kinds() == []  # nothing is replaced any more
+
+
 def test_the_end_of_an_agent_ends_the_job_unless_its_rank_has_left() -> None:
     job = Job()
     job.tell(1, "left", code=0)
