@@ -14,6 +14,8 @@ from pathlib import Path
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from tests.helpers.job import Job
+from txl_dist.errors import ConfigError
+from txl_dist.train.monitoring.run_lock import RunLock
 
 ON = ("--recover.spares", "1")
 PARTNER = ("--recover.copies", "partner")
@@ -116,6 +118,35 @@ def failed(lab: Lab, *, rank: int = 1) -> Case:
     return lab.report(case)
 
 
+def locked(lab: Lab, fault: str) -> Case:
+    """From the first loss to the end of the job, no other job gets the lock of the run directory for a moment."""
+    case, run = lab.case("recovery: lock", fault=fault), lab.new_run("locked")
+    intruder: list[RunLock] = []
+
+    def is_over() -> bool:
+        with suppress(ConfigError):
+            lock = RunLock.acquire(run.dir)
+            lock.release()
+            if not run.is_done:  # the job releases the lock after it has written DONE
+                intruder.append(lock)
+        return run.is_done or bool(job.exits)
+
+    with lab.start(run, *ON, fault=fault) as job:
+        job.wait_for(lambda: bool(job.struck))
+        job.wait_for(is_over, limit_s=300)
+        case.exit_codes.append(job.wait(limit_s=120))
+    if intruder:
+        case.problems.append(f"another job got the lock {len(intruder)} times")
+    if case.exit_codes != [[0, 0]]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    lab.judge(case, run, lab.unbroken(*ON))
+    with suppress(ConfigError):
+        RunLock.acquire(run.dir).release()
+        return lab.report(case)
+    case.problems.append("the lock was not released")
+    return lab.report(case)
+
+
 def stopped(lab: Lab, *, to_launcher: bool, stage: int = 1) -> Case:
     """SIGTERM while the job recovers: it recovers, saves and ends with code 75, and the same command goes on."""
     fault = f"kill:1:{STRUCK_AT},slow:0:2:leave@2"
@@ -186,6 +217,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         for rank in (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{STRUCK_AT}:{point}", *PARTNER, stage=3, nodes=2)
     for rank in (0, 1):
+        yield partial(locked, lab, f"kill:{rank}:{STRUCK_AT},slow:{1 - rank}:2:leave@2")
         yield partial(failed, lab, rank=rank)
     for to_launcher in (False, True):
         yield partial(stopped, lab, to_launcher=to_launcher)

@@ -16,7 +16,7 @@ from tests.chaos.lab import Case, Lab
 from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
-from tests.chaos.recovery import PARTNER, ended, failed, replaced, stopped, storm
+from tests.chaos.recovery import PARTNER, ended, failed, locked, replaced, stopped, storm
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
@@ -150,6 +150,11 @@ def test_a_loss_that_comes_again_ends_the_job_with_its_reason(lab: Lab) -> None:
 
 def test_an_error_of_a_rank_itself_ends_the_job_on_all_ranks_as_that_error(lab: Lab) -> None:
     assert_passed(failed(lab))
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_no_other_job_gets_the_lock_while_ranks_are_replaced(lab: Lab, rank: int) -> None:
+    assert_passed(locked(lab, f"kill:{rank}:10,slow:{1 - rank}:2:leave@2"))
 
 
 @pytest.mark.nightly

@@ -134,6 +134,7 @@ def _pretrain_with_recovery(
     """
     run_dir = Path(config.run.dir)
     with ExitStack() as process_stack:
+        process_stack.callback(_remove_if_empty, run_dir)
         process_stack.callback(member.close, run_dir)
         is_rank0 = get_rank() == 0
         stops = PreemptionRequests(
@@ -189,10 +190,10 @@ def _train(
     if config.engine.check_memory:
         run_on_rank0(lambda: _check_fits(plan))
     stack.callback(_remove_if_empty, run_dir)
-    lock = run_on_all_ranks(lambda: RunLock.acquire(run_dir) if ranks.is_rank0 else None)
-    if lock is not None:
-        stack.callback(lock.release)
+    lock = run_on_all_ranks(lambda: _lock(run_dir, stack, member) if ranks.is_rank0 else None)
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
+    if member is not None and member.generation > 1:
+        nonce += f"g{member.generation}"  # a folder of an older generation is never taken for one of this generation
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     recovery = _recovery_of(
@@ -228,6 +229,18 @@ def _train(
     callbacks.end(result)
     _leave(plan, state, watch, result)
     return result
+
+
+def _lock(run_dir: Path, stack: ExitStack, member: Member | None) -> RunLock:
+    """Lock the run directory, on rank 0. Raises ConfigError if another job has locked it.
+
+    Without recovery the lock is released at the end of `stack`. With recovery the member keeps it until the job ends.
+    """
+    if member is not None:
+        return member.lock(run_dir)
+    lock = RunLock.acquire(run_dir)
+    stack.callback(lock.release)
+    return lock
 
 
 def _recovery_of(member: Member | None, ranks: RankInfo, *, zero_stage: int, partner_every: int) -> Recovery:

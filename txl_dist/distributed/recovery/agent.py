@@ -103,6 +103,8 @@ class Agent:
         self._stop: tuple[int, int] | None = None
         """Last stop signal, and the process that it was sent to."""
         self._next_report_s = 0.0
+        self._lock = ""
+        """Path of the run's lock if this rank holds it. The agent keeps it fresh while the rank has no process."""
         self._child = self._start(self._seat)
         self._pid = self._child.pid
         for number in SIGNALS:
@@ -201,6 +203,8 @@ class Agent:
             self._connect(message)
         elif kind == "leaving":
             self._is_leaving = True
+        elif kind == "lock":
+            self._lock = message["path"]
         else:
             if kind == "stepped" and self._is_first_of_node:
                 self._spare.ensure(now_s)
@@ -277,6 +281,9 @@ class Agent:
         """Report the status of the rank to the coordinator, a few times per second."""
         if now_s >= self._next_report_s and self._exit_status is None:
             self._next_report_s = now_s + REPORT_EVERY_S
+            if self._lock and self._pid == 0:
+                with suppress(OSError):  # the next process of the rank finds out
+                    os.utime(self._lock)
             self._tell_coordinator({"kind": "status", "status": self._page.read()})
 
     def _look_at_spare(self, now_s: float) -> None:

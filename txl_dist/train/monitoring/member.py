@@ -28,7 +28,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from txl_dist.artifacts import STACKS
+from txl_dist.artifacts import LOCK, STACKS
 from txl_dist.console.logging import note_in_file
 from txl_dist.distributed.collectives import broadcast_object, is_waiting, uses_gpu
 from txl_dist.distributed.connection import Message
@@ -43,6 +43,7 @@ from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append
 from txl_dist.train.engine.regroup import check_regroup, leave_groups
 from txl_dist.train.engine.zero import import_deepspeed
+from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.monitoring.watchdog import is_in_collective, may_come_from_loss
 
 HEARTBEAT_S = 0.25
@@ -131,6 +132,7 @@ class Member:
         self._condition = threading.Condition()
         self._cut = SocketCut()
         self._store: TCPStore | None = None
+        self._lock: RunLock | None = None
         try:
             self._agent = connect_to(seat.address)
         except OSError as error:
@@ -173,9 +175,22 @@ class Member:
             self._stacks_fd = open_to_append(folder / f"rank_{self._rank:05d}.txt")
         faulthandler.enable(file=self._stacks_fd, all_threads=True)
 
+    def lock(self, run_dir: Path) -> RunLock:
+        """Return the lock of the run directory, which rank 0 keeps from one generation to the next.
+
+        The agent holds it, so it outlives this process. Raises ConfigError if another job has locked the directory.
+        """
+        if self._lock is None:
+            nonce = self._seat.address.rpartition("-")[2]
+            self._lock = RunLock.acquire(run_dir, nonce=nonce, holder_pid=self._seat.agent)
+            self._tell({"kind": "lock", "path": str((run_dir / LOCK).resolve())})
+        return self._lock
+
     def close(self, run_dir: Path) -> None:
-        """Announce that this process ends by itself, and that it must not be replaced."""
+        """Announce that this process ends by itself, and that it must not be replaced. Release the lock."""
         self._tell({"kind": "leaving"})
+        if self._lock is not None:
+            self._lock.release()
         faulthandler.enable(file=2)
         with suppress(OSError):  # files of other ranks may be in the folder
             stacks = run_dir / STACKS / f"rank_{self._rank:05d}.txt"

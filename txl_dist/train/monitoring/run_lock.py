@@ -13,6 +13,9 @@ create RUN.lock.N once more after this rename. The slower job then sees that RUN
 removes its file and starts again. A release works the same way: the holder creates RUN.lock.N itself, and then removes
 RUN.lock.
 
+With recovery the lock names the agent of rank 0, which outlives the rank. A replacement of rank 0 enters the lock again
+by its nonce. So no other job can take the lock while lost ranks are replaced.
+
 Limitations: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. Such a job notices the
 loss at its next heartbeat. So call `beat` and then `is_lost` right before anything irreversible.
 """
@@ -69,16 +72,26 @@ class RunLock:
         self._thread = threading.Thread(target=self._keep, name="run lock", daemon=True)
 
     @staticmethod
-    def acquire(run_dir: Path, *, stale_after_s: float = STALE_AFTER_S) -> RunLock:
-        """Lock the directory, which is created if missing. Raises ConfigError if another job has locked it."""
-        nonce = secrets.token_hex(8)
+    def acquire(
+        run_dir: Path, *, stale_after_s: float = STALE_AFTER_S, nonce: str = "", holder_pid: int = 0
+    ) -> RunLock:
+        """Lock the directory, which is created if missing. Raises ConfigError if another job has locked it.
+
+        With `nonce` the job of this nonce enters its own lock again. Without it a new nonce is drawn. `holder_pid` is
+        the process that lives as long as the job. 0 means this process.
+        """
+        nonce = nonce or secrets.token_hex(8)
         head = run_dir / LOCK
-        values = {"process": process_id(), "nonce": nonce, "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        holding = process_id(holder_pid)
+        values = {"process": holding, "nonce": nonce, "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         content = json.dumps(values).encode()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             while True:
                 holder, successor = _end_of_chain(head)
+                if holder is not None and holder.nonce == nonce:
+                    successor = _path_of(head, nonce)
+                    break
                 if holder is not None and _lives(holder, head, stale_after_s=stale_after_s):
                     raise _held(run_dir, holder)
                 if _create(successor, content):
@@ -205,6 +218,14 @@ def _end_of_chain(head: Path) -> tuple[Holder | None, Path]:
 def _successor(head: Path, nonce: str) -> Path:
     """Return the file that a job must create to take over from the holder with this nonce."""
     return head.with_name(f"{LOCK}.{nonce}")
+
+
+def _path_of(head: Path, nonce: str) -> Path:
+    """Return the file in the chain of the lock that names this nonce. The chain must have such a file."""
+    path = head
+    while (holder := _read(path)) is not None and holder.nonce != nonce:
+        path = _successor(head, holder.nonce)
+    return path
 
 
 def _holds(head: Path, nonce: str) -> bool:

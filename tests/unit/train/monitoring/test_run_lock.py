@@ -51,6 +51,49 @@ def test_a_second_job_is_refused_while_the_first_lives_and_not_once_it_is_dead(t
     assert os.listdir(tmp_path / "run") == []
 
 
+def enter(folder: Path, pipe: Connection, pid: int) -> None:
+    RunLock.acquire(folder, nonce="feed", holder_pid=pid)
+    pipe.send("held")
+    signal.pause()
+
+
+def test_a_lock_that_an_agent_holds_outlives_its_rank_and_is_entered_again_by_its_nonce(tmp_path: Path) -> None:
+    agent = SPAWN.Process(target=signal.pause)
+    agent.start()
+    for _ in range(2):  # a rank, and its replacement
+        ours, theirs = SPAWN.Pipe()
+        rank = SPAWN.Process(target=enter, args=(tmp_path, theirs, agent.pid))
+        rank.start()
+        assert ours.recv() == "held"
+        rank.kill()
+        rank.join()
+        with pytest.raises(ConfigError, match=rf"in use by another job: pid {agent.pid} on"):
+            RunLock.acquire(tmp_path)
+    RunLock.acquire(tmp_path, nonce="feed", holder_pid=agent.pid).release()
+    assert os.listdir(tmp_path) == []
+    RunLock.acquire(tmp_path, nonce="feed", holder_pid=agent.pid)._done.set()
+    agent.kill()
+    agent.join()
+    RunLock.acquire(tmp_path).release()  # the whole job has ended
+
+
+def test_a_lock_is_entered_again_in_the_middle_of_its_takeover(tmp_path: Path) -> None:
+    path = write_lock(tmp_path, process=process_id()._replace(start_ticks=1), nonce="old")
+    write_lock(tmp_path, nonce="feed").rename(tmp_path / f"{LOCK}.old")
+    write_lock(tmp_path, process=process_id()._replace(start_ticks=1), nonce="old")
+    lock = RunLock.acquire(tmp_path, nonce="feed")
+    assert os.listdir(tmp_path) == [LOCK]
+    assert json.loads(path.read_text())["nonce"] == "feed"
+    lock.release()
+
+
+def test_a_job_whose_lock_was_taken_over_does_not_enter_it_again(tmp_path: Path) -> None:
+    other = RunLock.acquire(tmp_path)
+    with pytest.raises(ConfigError, match="in use"):
+        RunLock.acquire(tmp_path, nonce="feed")
+    other.release()
+
+
 def race(folder: Path, gate, wins, num_rounds: int) -> None:
     for _ in range(num_rounds):
         gate.wait()
