@@ -26,6 +26,7 @@ def differences_of(run: Run, unbroken: Run, *, only_last: bool = False) -> list[
     if not run.is_done or not unbroken.is_done:
         return [f"{one.dir.name} is not done" for one in (run, unbroken) if not one.is_done]
     found = list(_differing_losses(run, unbroken, only_last=only_last))
+    found += _differing_observations(run, unbroken)
     ours, theirs = (list_checkpoints(one.dir)[-1] for one in (run, unbroken))
     names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (ours, theirs)]
     found += [f"only one of them has {name}" for name in sorted(names[0] ^ names[1])]
@@ -44,6 +45,15 @@ def _differing_losses(run: Run, unbroken: Run, *, only_last: bool) -> Iterator[s
         losses = losses[-1:] if only_last else losses
         if not set(losses) <= set(theirs.get(step, ())) or losses[-1] != theirs[step][-1]:
             yield f"the loss of step {step} is {losses} instead of {theirs.get(step)}"
+
+
+def _differing_observations(run: Run, unbroken: Run) -> Iterator[str]:
+    """Losses of validations, effects of the memory and samples are those of the unbroken run, none missing."""
+    for kind, field in (("eval", "loss"), ("memory", "memory_gain"), ("sample", "text")):
+        ours, theirs = ({one["step"]: one[field] for one in each.records(kind)} for each in (run, unbroken))
+        for step in sorted(ours.keys() | theirs.keys()):
+            if ours.get(step) != theirs.get(step):
+                yield f"the {kind} of step {step} is {ours.get(step)!r} instead of {theirs.get(step)!r}"
 
 
 def _losses(run: Run) -> dict[int, list[float]]:

@@ -14,7 +14,9 @@ from pathlib import Path
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from tests.helpers.job import Job
+from txl_dist.artifacts import list_checkpoints
 from txl_dist.errors import ConfigError
+from txl_dist.train.checkpoint.validate import checkpoint_problems
 from txl_dist.train.monitoring.run_lock import RunLock
 
 ON = ("--recover.spares", "1")
@@ -28,6 +30,34 @@ REGROUP_POINTS = ("leave", "meet", "loaded")
 EMA = ("--optim.ema_decay", "0.9", "--eval.use_ema", "True", "--eval.every_steps", "6")
 STRUCK_AT = 10
 SAVED_AT = 12
+SAMPLES = ("--metrics.sample_every_steps", "5", "--metrics.sample_len", "8")
+PHASES = ("--train.phases", "until=0.5 num_lanes=8 segment_len=4 memory_len=8")
+"""The first phase ends at step 12."""
+XLNET = (
+    *("--model.any_order", "True", "--model.share_biases", "False", "--train.objective", "permutation"),
+    *("--train.segment_len", "24", "--train.reuse_len", "12", "--train.predicted_len", "5"),
+)
+KEEP_BEST = ("--eval.every_steps", "5", "--checkpoint.keep_best", "True")
+IN_PROGRESS = {
+    "validation": ("kill:0:12:evaluate#3", "--eval.every_steps", "6"),
+    "validation with averaged weights": ("kill:1:12:evaluate", *EMA),
+    "sample, before it is written": ("kill:0:10:sampled", *SAMPLES),
+    "sample, on another rank": ("kill:1:10:sampled", *SAMPLES),
+    "save beside later steps": ("slow:1:12:save-file,kill:0:13:decided",),
+    "save beside later steps, by its writer": ("slow:0:12:save-file,kill:1:13:updated",),
+    "save that blocks": ("kill:1:12:save-file-half", "--checkpoint.asynchronous", "False"),
+    "save of the best": ("kill:0:10:save-begin", *KEEP_BEST),
+}
+"""Work between two steps in which a rank is killed: fault and settings, by name."""
+KINDS_OF_RUNS = {
+    "phases": (f"kill:1:{STRUCK_AT}:updated,kill:0:15:step@2", *PHASES),
+    "phases, in the first step of one": ("kill:1:13:step", *PHASES),
+    "XLNet": (f"kill:1:{STRUCK_AT}:updated", *XLNET),
+    "EMA": (f"kill:0:{STRUCK_AT}:half-stored", "--optim.ema_decay", "0.9"),
+    "Muon": (f"kill:0:{STRUCK_AT}:updated", "--optim.name", "muon"),
+    "bf16": (f"kill:1:{STRUCK_AT}:updated", "--engine.precision", "bf16"),
+}
+"""Kinds of runs whose ranks are killed: fault and settings, by name."""
 
 
 def replaced(
@@ -43,10 +73,16 @@ def replaced(
         case.exit_codes.append(job.wait(limit_s=300))
         struck = [strike for strike in job.struck if strike.kind in ("kill", "stop", "hang", "spin")]
     lab.judge(case, run, lab.unbroken(*words, ranks=ranks, fault=both, nodes=nodes))
-    if len(struck) < len(fault.split(",")):
+    deadly = [one for one in fault.split(",") if not one.startswith("slow")]
+    if len(struck) < len(deadly):
         case.problems.append(f"only {struck} of {fault} struck")
     if case.exit_codes != [[0] * ranks]:
         case.problems.append(f"exit codes {case.exit_codes}")
+    for checkpoint in list_checkpoints(run.dir):
+        case.problems += checkpoint_problems(checkpoint)  # one in flight was finished, or dropped whole
+    losses = {record["step"]: record["loss"] for record in run.records("eval")}
+    if KEEP_BEST[-2] in settings and min(losses, key=losses.__getitem__) not in run.checkpoints:
+        case.problems.append(f"the best checkpoint is not among {run.checkpoints}")
     lost = _judge_events(case, run)
     if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
         case.problems.append(f"the ranks {lost} were replaced")
@@ -205,11 +241,10 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for point in SAVE_POINTS:
         for rank in (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{SAVED_AT}:{point}")
-    yield partial(replaced, lab, "kill:1:12:evaluate", *EMA)
     yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:decided", "--metrics.log_every_steps", "7")
-    for stage in range(4):
-        yield partial(replaced, lab, f"kill:1:{STRUCK_AT}:updated", "--engine.precision", "bf16", stage=stage)
-        yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:updated", "--optim.name", "muon", stage=stage)
+    for words in (*IN_PROGRESS.values(), *KINDS_OF_RUNS.values()):
+        for stage in range(4):
+            yield partial(replaced, lab, *words, stage=stage)
     for fault in (f"hang:1:{STRUCK_AT}", f"spin:0:{STRUCK_AT}"):
         yield partial(replaced, lab, fault, "--engine.timeout_s", "5")
     yield partial(replaced, lab, f"kill:1:{STRUCK_AT}:half-stored", both="skip:0:9", stage=2)

@@ -16,7 +16,7 @@ from tests.chaos.lab import Case, Lab
 from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
-from tests.chaos.recovery import PARTNER, ended, failed, locked, replaced, stopped, storm
+from tests.chaos.recovery import IN_PROGRESS, KINDS_OF_RUNS, PARTNER, ended, failed, locked, replaced, stopped, storm
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
@@ -133,6 +133,33 @@ def test_a_lost_rank_is_replaced_and_changes_no_bit(lab: Lab, fault: str, stage:
 
 def test_a_rank_is_replaced_while_other_nodes_keep_copies_too(lab: Lab) -> None:
     assert_passed(replaced(lab, "kill:1:10:sent", *PARTNER, nodes=2))
+
+
+@pytest.mark.parametrize(
+    ("work", "stage"),
+    [
+        pytest.param("sample, before it is written", 1, marks=pytest.mark.smoke),
+        ("validation", 3),
+        ("save beside later steps", 1),
+        ("save of the best", 2),
+        *(pytest.param(work, 1, marks=pytest.mark.nightly) for work in IN_PROGRESS),
+    ],
+)
+def test_a_loss_during_a_validation_a_sample_or_a_save_changes_no_bit(lab: Lab, work: str, stage: int) -> None:
+    assert_passed(replaced(lab, *IN_PROGRESS[work], stage=stage))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("phases", 1),
+        ("XLNet", 1),
+        *(pytest.param(kind, stage, marks=pytest.mark.nightly) for kind in KINDS_OF_RUNS for stage in (0, 3)),
+        pytest.param("phases, in the first step of one", 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_loss_in_runs_of_all_kinds_changes_no_bit(lab: Lab, kind: str, stage: int) -> None:
+    assert_passed(replaced(lab, *KINDS_OF_RUNS[kind], stage=stage))
 
 
 def test_a_logging_interval_continues_after_a_loss(lab: Lab) -> None:

@@ -173,10 +173,12 @@ class TrainingRun:
                     "the run is already at step %d, which is past train.max_steps=%d", state.step, self.max_steps
                 )
             self._start_callbacks(state)
-            if self.start.stored is not None and self.saving.is_due(state.step):
+            is_recovered = self.start.stored is not None
+            if is_recovered and (self.saving.is_due(state.step) or self._is_best_to_keep(state.step)):
                 self.saving.begin(state)  # the loss may have interrupted this save
-            if state.step and self.observer.should_evaluate(state.step) and state.step not in self.evaluated:
-                self._observe(state)  # an earlier process ended before this evaluation did
+            is_unseen = self.observer.should_evaluate(state.step) and state.step not in self.evaluated
+            if is_recovered or (state.step and is_unseen):
+                self._observe(state)  # an earlier process may have ended before this evaluation or sample did
             self._repeat_validation(state)
             while not self.stopped and state.step < self.last_step:
                 state = self._train_from(state)
@@ -525,7 +527,7 @@ class TrainingRun:
             if self.observer.should_sample(state.step):
                 self._before_segment(state.step)
                 self.observer.sample(state.step)
-            if not self.observer.should_evaluate(state.step):
+            if not self.observer.should_evaluate(state.step) or state.step in self.evaluated:
                 return
             losses, is_best = self.observer.evaluate(state.step)
         except StopAskedError:
@@ -534,6 +536,11 @@ class TrainingRun:
         self._end_validation(state.step, losses)
         if self.context.config.checkpoint.keep_best and is_best:
             self.saving.begin(state)
+
+    def _is_best_to_keep(self, step: int) -> bool:
+        """Return whether `checkpoint.keep_best` requires a checkpoint of this step, as far as the run has evaluated."""
+        keeps_best = self.context.config.checkpoint.keep_best
+        return keeps_best and step == min(self.evaluated, key=self.evaluated.__getitem__, default=None)
 
     def _before_segment(self, step: int) -> None:
         """Send a heartbeat, commit a checkpoint that all ranks have written, and check for stop requests.

@@ -12,6 +12,7 @@ from functools import partial
 
 from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.corpus import Split
+from txl_dist.fault_injection import failpoint
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
@@ -145,6 +146,7 @@ class Validator:
             device=self._ranks.device,
             seed=derive_seed(self._config.run.seed, "sample", step, 0),
         )
+        failpoint("sampled", step=step)
         self._reporter.write("sample", {"step": step, "prompt": self._config.metrics.sample_prompt, "text": text})
 
 
