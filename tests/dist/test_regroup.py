@@ -33,8 +33,13 @@ def _numbers(*values: Any) -> list[Any]:
     return [torch.as_tensor(value).tolist() for value in values]
 
 
-def rebuild_worker(ranks: RankInfo, stage: int) -> list[tuple[Any, int]]:
-    """Per generation: losses of three steps and on fixed tokens, and the number of open descriptors."""
+def resident_bytes() -> int:
+    """Bytes of host memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def rebuild_worker(ranks: RankInfo, stage: int) -> list[tuple[Any, int, int]]:
+    """Per generation: losses of three steps and on fixed tokens, the number of open descriptors, and the memory."""
     engines: list[ZeroEngine] = []
 
     class Kept(ZeroEngine):
@@ -56,18 +61,21 @@ def rebuild_worker(ranks: RankInfo, stage: int) -> list[tuple[Any, int]]:
         losses, _, fixed_loss = train_engine(ranks, config, num_steps=3)
         barrier()
         engines.pop().close()
-        seen.append((_numbers(losses, fixed_loss), len(os.listdir("/proc/self/fd"))))
+        seen.append((_numbers(losses, fixed_loss), len(os.listdir("/proc/self/fd")), resident_bytes()))
     return seen
 
 
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
 )
-def test_ten_rebuilds_in_one_process_give_the_same_bits_and_leak_no_socket(tmp_path: Path, stage: int) -> None:
+def test_ten_rebuilds_in_one_process_give_the_same_bits_and_leak_no_socket_and_no_memory(
+    tmp_path: Path, stage: int
+) -> None:
     for seen in run_ranks(rebuild_worker, stage, world_size=2, folder=tmp_path):
-        assert [results for results, _ in seen] == [seen[0][0]] * (TIMES + 1)
-        descriptors = [number for _, number in seen]
+        results, descriptors, memory = zip(*seen, strict=True)
+        assert list(results) == [results[0]] * (TIMES + 1)
         assert descriptors[-1] <= max(descriptors[1:4])
+        assert memory[-1] <= 1.03 * max(memory[1:4])
 
 
 def mixed_worker(ranks: RankInfo, stage: int) -> Any:
