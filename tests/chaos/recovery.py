@@ -15,6 +15,7 @@ from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from tests.helpers.job import Job
 from txl_dist.artifacts import list_checkpoints
+from txl_dist.distributed.recovery.slot_file import HEAD_BYTES
 from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint.validate import checkpoint_problems
 from txl_dist.train.monitoring.run_lock import RunLock
@@ -87,6 +88,48 @@ def replaced(
     if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
         case.problems.append(f"the ranks {lost} were replaced")
     return lab.report(case)
+
+
+def damaged(lab: Lab, *, stage: int = 1, both_copies: bool) -> Case:
+    """The process of rank 1 dies, and all copies on its node are damaged: they come from the other node.
+
+    With `both_copies` those are damaged too. Then all ranks continue from the checkpoint, in the same processes.
+    """
+    fault = f"kill:1:{STRUCK_AT},slow:0:2:leave@2"
+    words = (*ON, *PARTNER, "--engine.zero_stage", str(stage))
+    case, run = lab.case("recovery: damaged", stage=stage, fault=fault), lab.new_run("damaged")
+    with lab.start(run, *words, fault=fault, nodes=2) as job:
+        job.wait_for(lambda: len(job.struck) == 2)
+        _flip_bits(job.pids[1], "txl_slot")
+        if both_copies:
+            _flip_bits(job.pids[0], "txl_partner_1")
+        case.exit_codes.append(job.wait(limit_s=120))
+        case.message_ok = ("The run continues from a checkpoint" in job.text) == both_copies
+    lab.judge(case, run, lab.unbroken(*words, nodes=2))
+    if case.exit_codes != [[0, 0]]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    if (case.steps_lost > 0) != both_copies:
+        case.problems.append(f"{case.steps_lost} steps were made again")
+    if not case.message_ok:
+        case.problems.append("the log does not say where the state came from")
+    if _judge_events(case, run) != [1]:
+        case.problems.append("another rank was lost")
+    return lab.report(case)
+
+
+def _flip_bits(agent: int, name: str) -> None:
+    """Flip a bit of the values in each file in memory of an agent whose name begins with `name`."""
+    files = {}  # by inode, because a file that is mapped has two descriptors
+    for path in Path(f"/proc/{agent}/fd").iterdir():
+        if os.readlink(path).startswith(f"/memfd:{name}") and path.stat().st_size > HEAD_BYTES:
+            files[path.stat().st_ino] = path
+    assert len(files) == 2, f"{len(files)} files {name}"
+    for path in files.values():
+        with path.open("r+b") as file:
+            file.seek(HEAD_BYTES)
+            byte = file.read(1)[0]
+            file.seek(HEAD_BYTES)
+            file.write(bytes([byte ^ 1]))
 
 
 def storm(lab: Lab, *, kills: int, stage: int, ranks: int, steps: int = 0) -> Case:
@@ -254,6 +297,9 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for rank in (0, 1):
         yield partial(locked, lab, f"kill:{rank}:{STRUCK_AT},slow:{1 - rank}:2:leave@2")
         yield partial(failed, lab, rank=rank)
+    for stage in range(4):
+        for both_copies in (False, True):
+            yield partial(damaged, lab, stage=stage, both_copies=both_copies)
     for to_launcher in (False, True):
         yield partial(stopped, lab, to_launcher=to_launcher)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")

@@ -16,7 +16,18 @@ from tests.chaos.lab import Case, Lab
 from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
-from tests.chaos.recovery import IN_PROGRESS, KINDS_OF_RUNS, PARTNER, ended, failed, locked, replaced, stopped, storm
+from tests.chaos.recovery import (
+    IN_PROGRESS,
+    KINDS_OF_RUNS,
+    PARTNER,
+    damaged,
+    ended,
+    failed,
+    locked,
+    replaced,
+    stopped,
+    storm,
+)
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
@@ -160,6 +171,14 @@ def test_a_loss_during_a_validation_a_sample_or_a_save_changes_no_bit(lab: Lab, 
 )
 def test_a_loss_in_runs_of_all_kinds_changes_no_bit(lab: Lab, kind: str, stage: int) -> None:
     assert_passed(replaced(lab, *KINDS_OF_RUNS[kind], stage=stage))
+
+
+@pytest.mark.parametrize(
+    ("stage", "both_copies"),
+    [(3, False), (1, True), pytest.param(0, False, marks=pytest.mark.nightly)],
+)
+def test_lost_copies_come_from_the_other_node_or_from_the_checkpoint(lab: Lab, stage: int, both_copies: bool) -> None:
+    assert_passed(damaged(lab, stage=stage, both_copies=both_copies))
 
 
 def test_a_logging_interval_continues_after_a_loss(lab: Lab) -> None:

@@ -81,6 +81,7 @@ class PartnerServer:
         self._listener = listen()
         self.port: int = self._listener.getsockname()[1]
         self._shelves: dict[int, _Shelf] = {}
+        self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="partner copies", daemon=True).start()
 
     def close(self) -> None:
@@ -120,7 +121,10 @@ class PartnerServer:
 
     def _put(self, peer: socket.socket, rank: int, *, kept: int) -> None:
         """Receive a version of a rank. The version with the serial number `kept` stays valid."""
-        shelf = self._shelves.setdefault(rank, _Shelf(rank))
+        with self._lock:
+            if rank not in self._shelves:
+                self._shelves[rank] = _Shelf(rank)
+        shelf = self._shelves[rank]
         shelf.lend_to(peer)
         with shelf.lock:
             peer.sendall(_REPLY.pack(_receive_slot(peer, slot_to_replace(shelf.slots, kept={kept} - {0}))))

@@ -99,7 +99,8 @@ class InJobRecovery(Recovery):
         if not self._is_new:
             return None
         self._is_new = False
-        stored = self._slots.newest_common()
+        with self._member.collecting():  # a newer plan ends transfers from agents of other nodes
+            stored = self._slots.newest_common()
         if stored is None:
             logger.warning("recovery: no copy of the state exists for all ranks. The run continues from a checkpoint")
         return stored

@@ -104,6 +104,16 @@ def test_a_new_process_of_a_rank_does_not_wait_for_the_silent_connection_of_the_
     silent.close()
 
 
+def test_many_versions_need_no_more_descriptors_than_two(rank: PartnerConnection) -> None:
+    slot = new_slot()
+    for serial in (1, 2):
+        rank.put(fill(slot, serial), kept=serial - 1)
+    before = len(os.listdir("/proc/self/fd"))
+    for serial in range(3, 20):
+        rank.put(fill(slot, serial), kept=serial - 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_content_that_does_not_have_its_checksum_is_refused(rank: PartnerConnection) -> None:
     slot = fill(new_slot(), 1)
     rank.put(slot, kept=0)
