@@ -114,7 +114,7 @@ def train(argv: Sequence[str]) -> int:
         from txl_dist.distributed.recovery.spare import is_spare, serve_replacements
         from txl_dist.train.monitoring.member import preload
 
-        preload()
+        preload(allow_gpu=recover.allow_gpu)
         if is_spare(os.environ):
             serve_replacements()  # returns in a process that takes the place of a lost rank
         else:

@@ -202,7 +202,7 @@ def _train(
     stack.callback(recovery.close)
     while True:
         context, start, engine = _begin(plan, watch, recovery, resume=resume)
-        with _closing(engine, ranks):
+        with _closing(engine, ranks, member):
             run = TrainingRun(context, start, engine, watch, profile, callbacks, recovery)
             state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
@@ -258,16 +258,20 @@ def _recovery_of(member: Member | None, ranks: RankInfo, *, zero_stage: int, par
 
 
 @contextmanager
-def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
+def _closing(engine: Engine, ranks: RankInfo, member: Member | None) -> Iterator[None]:
     """Return a context manager that closes the engine at the end of its block, also after an error.
 
     On a GPU the engine stays open after an error of this rank alone. Closing waits for the device, and the device may
-    wait for ranks that no longer exist.
+    wait for ranks that no longer exist. With recovery this wait is ended first.
     """
     try:
         yield
     except Exception as error:
-        if ranks.device.type == "cpu" or isinstance(error, TxlError):
+        is_free = ranks.device.type == "cpu" or isinstance(error, TxlError)
+        if not is_free and member is not None:
+            member.cut()
+            is_free = True
+        if is_free:
             with suppress(Exception):  # the error of the block is the one to report
                 engine.close()
         raise

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.train.checkpoint.partner import find_partner
+from txl_dist.train.checkpoint.slot_copy import PinnedSlotCopy, SlotCopy
 from txl_dist.train.checkpoint.slots import Share, StateSlots, StoredState
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.monitoring.member import Member
@@ -62,6 +64,13 @@ class Recovery:
         return None
 
 
+def _copy_for(device: torch.device, member: Member) -> SlotCopy:
+    """Return what copies the state of this rank from its device."""
+    if device.type == "cuda":
+        return PinnedSlotCopy(device, is_void=lambda: member.must_leave)
+    return SlotCopy()
+
+
 class InJobRecovery(Recovery):
     """Recovery of a run in which lost ranks are replaced."""
 
@@ -79,7 +88,12 @@ class InJobRecovery(Recovery):
             if partner is None:
                 self._miss_partner()
         self._slots = StateSlots(
-            member.slots, share=share, rank=ranks.rank, world_size=ranks.world_size, partner=partner
+            member.slots,
+            share=share,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            partner=partner,
+            copy=_copy_for(ranks.device, member),
         )
         self._is_new = member.generation > 1
 

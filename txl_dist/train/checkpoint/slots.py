@@ -41,6 +41,7 @@ from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object
 from txl_dist.model.memory import Memory
 from txl_dist.train.checkpoint.partner import Partner
+from txl_dist.train.checkpoint.slot_copy import SlotCopy
 from txl_dist.train.checkpoint.slot_room import RankCopies, room_problem
 from txl_dist.train.engine.partitions import Fragment, Source
 from txl_dist.train.engine.protocol import Engine
@@ -93,12 +94,20 @@ class _Layout(NamedTuple):
 class _Slot(SlotFile):
     """One slot of this rank, or of another rank of its node."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, copy: SlotCopy | None = None) -> None:
+        """Open the file at this path. Without `copy` the slot is only read."""
         super().__init__(path)
+        self._copy = copy or SlotCopy()
         self._targets: list[Tensor] = []
         self._layout: _Layout | None = None
         self._written: mmap.mmap | None = None
         self._table = b""
+
+    @override
+    def close(self) -> None:
+        if self._written is not None:
+            self._copy.unpin(torch.frombuffer(self._written, dtype=torch.uint8))
+        super().close()
 
     def read(self) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
         """Return (values as bytes, table, facts) of the version in this slot. The values are a view."""
@@ -111,11 +120,17 @@ class _Slot(SlotFile):
         return _bytes_of(content), table, facts
 
     def write(
-        self, version: Version, layout: _Layout, values: Sequence[Tensor], facts: bytes, half: Callable[[], object]
+        self,
+        version: Version,
+        layout: _Layout,
+        values: Sequence[Tensor],
+        facts: bytes,
+        mark: Any,
+        half: Callable[[], object],
     ) -> None:
         """Replace the version in this slot. `half` is called after the values, before the version is valid.
 
-        Raises OSError if there is not enough memory.
+        `mark` comes from the slot's `SlotCopy`. Raises OSError if there is not enough memory.
         """
         if layout != self._layout:
             self._table = json.dumps({"pieces": layout.pieces, "memories": layout.memories}).encode()
@@ -123,11 +138,16 @@ class _Slot(SlotFile):
         tail_at = HEAD_BYTES + layout.num_bytes
         num_bytes = tail_at + len(tail)
         content = self.begin(num_bytes)
-        if layout != self._layout or content is not self._written:
-            self._layout = layout
+        if content is not self._written:
+            if self._written is not None:
+                self._copy.unpin(torch.frombuffer(self._written, dtype=torch.uint8))
+            self._copy.pin(torch.frombuffer(content, dtype=torch.uint8))
             self._written = content
+            self._layout = None
+        if layout != self._layout:
+            self._layout = layout
             self._targets = _views(_bytes_of(content), layout)
-        torch._foreach_copy_(self._targets, list(values))
+        self._copy.copy(self._targets, values, mark)
         half()
         content[tail_at:num_bytes] = tail
         with memoryview(content) as whole:
@@ -164,14 +184,23 @@ class StateSlots:
     """The slots of this rank, and those of the other ranks of its node."""
 
     def __init__(
-        self, paths: Sequence[str], *, share: Share, rank: int, world_size: int, partner: Partner | None = None
+        self,
+        paths: Sequence[str],
+        *,
+        share: Share,
+        rank: int,
+        world_size: int,
+        partner: Partner | None = None,
+        copy: SlotCopy | None = None,
     ) -> None:
         """Open the slots at these paths. `share` is the part of each parameter that this rank stores.
 
-        `partner` keeps copies on another node.
+        `partner` keeps copies on another node. `copy` copies values from the device into a slot. Without it the device
+        is the CPU.
         """
         self._paths = list(paths)
-        self._slots = [_Slot(path) for path in paths]
+        self._copy = copy or SlotCopy()
+        self._slots = [_Slot(path, copy=self._copy) for path in paths]
         self._num_used = 3 if partner is not None and partner.every > 1 else 2
         self._share = share
         self._rank = rank
@@ -202,7 +231,7 @@ class StateSlots:
             "interval": sums,
             "counts": {fragment.parameter: fragment.step for fragment in fragments},
         }
-        self._writing = self._thread.submit(self._write, self._next, layout, values, facts)
+        self._writing = self._thread.submit(self._write, self._next, layout, values, facts, self._copy.mark())
         self._next += 1
 
     def wait(self) -> None:
@@ -303,17 +332,18 @@ class StateSlots:
         if self._partner is not None:
             self._sent = slot.head.serial
             self._writing = self._thread.submit(self._partner.send, slot, kept=self._sent)
-        memories = _read_memories(values, [_MemoryTensor(*tensor) for tensor in table["memories"]])
+        tensors = [_MemoryTensor(*tensor) for tensor in table["memories"]]
+        memories = _read_memories(values, tensors, device=self._copy.device)
         stream = StreamState.from_dict(facts["stream"])
         return StoredState(facts["step"], stream, facts, SlotSource(parts, facts["counts"]), memories)
 
-    def _write(self, serial: int, layout: _Layout, values: list[Tensor], facts: dict[str, Any]) -> None:
+    def _write(self, serial: int, layout: _Layout, values: list[Tensor], facts: dict[str, Any], mark: Any) -> None:
         """Write a version, and send it to the partner if it is due, in the thread. An error is raised by `wait`."""
         step = facts["step"]
         content = json.dumps(facts).encode()
         slot = slot_to_replace(self._slots[: self._num_used], kept={self._newest, self._sent} - {0})
         version = Version(serial, self._world_size, self._rank)
-        slot.write(version, layout, values, content, lambda: failpoint("half-stored", step=step))
+        slot.write(version, layout, values, content, mark, lambda: failpoint("half-stored", step=step))
         self._newest = serial
         failpoint("stored", step=step)
         if self._partner is not None and (not self._sent or serial >= self._sent + self._partner.every):
@@ -413,12 +443,12 @@ def _view(values: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype)
     return values[offset : offset + num_bytes].view(dtype).view(list(shape))
 
 
-def _read_memories(values: Tensor, tensors: Sequence[_MemoryTensor]) -> tuple[Memory, ...]:
-    """Return copies of the memories in a slot, one per micro-batch."""
+def _read_memories(values: Tensor, tensors: Sequence[_MemoryTensor], *, device: torch.device) -> tuple[Memory, ...]:
+    """Return copies of the memories in a slot, one per micro-batch, on the device."""
     by_microbatch: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         stored = _view(values, tensor.offset, tensor.shape, getattr(torch, tensor.dtype))
-        by_microbatch.setdefault(tensor.microbatch, []).append(stored.clone())
+        by_microbatch.setdefault(tensor.microbatch, []).append(stored.to(device, copy=True))
     memories = []
     for index in sorted(by_microbatch):
         *hidden, document_BM = by_microbatch[index]

@@ -9,17 +9,26 @@ between a process that stayed and its new peers:
     DeepSpeed: ids of modules          a default argument that counts on. ZeRO-3 compares them too
 
 `check_regroup` refuses versions that have other names, before a run begins.
+
+On a GPU a collective of NCCL runs on the device, where no socket can be shut down. `NcclCut` aborts its communicators
+too. This part has not been run on a GPU. Its tests run on a CPU, with fakes.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import MutableMapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
+from typing_extensions import override
 
+from txl_dist.distributed.collectives import uses_gpu
+from txl_dist.distributed.socket_cut import SocketCut
 from txl_dist.errors import ConfigError
 
 _NAMES = (
@@ -29,11 +38,33 @@ _NAMES = (
     ("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__"),
 )
 """Private names that `leave_groups` uses: module, and path of the attribute."""
+_GPU_NAMES = (
+    ("torch.distributed.distributed_c10d", "_world.pg_names"),
+    ("torch.distributed", "ProcessGroup._get_backend"),
+    ("torch.distributed", "ProcessGroupNCCL.abort"),
+    ("torch.distributed", "ProcessGroupNCCL._group_start"),
+    ("torch.distributed", "ProcessGroupNCCL._group_end"),
+)
+"""Private names that `NcclCut` uses in addition."""
+_NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch ends the process at the first error of a communicator
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an abort may leave errors of CUDA behind
+    "NCCL_NVLS_ENABLE": "0",  # an abort may hang with NVLink SHARP
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs must not start CUDA, or a spare could not fork
+}
+"""Environment variables that NCCL and torch need for an abort, set before they are imported or asked for a GPU."""
 
 
-def check_regroup() -> None:
-    """Raise ConfigError if this version of torch or DeepSpeed lacks a name that `leave_groups` uses."""
-    for module, path in _NAMES:
+def set_nccl_variables(environment: MutableMapping[str, str]) -> None:
+    """Set the variables of `_NCCL_VARIABLES` that are not set. Without a GPU they have no effect."""
+    for name, value in _NCCL_VARIABLES.items():
+        environment.setdefault(name, value)
+
+
+def check_regroup(*, on_gpu: bool = False) -> None:
+    """Raise ConfigError if this version of torch or DeepSpeed lacks a name that `leave_groups` or `NcclCut` uses."""
+    names = [*_NAMES, *(_GPU_NAMES if on_gpu else ())]
+    for module, path in names:
         try:
             _attribute(module, path)
         except (ImportError, AttributeError):
@@ -57,6 +88,57 @@ def leave_groups() -> None:
     counter = _attribute(*_NAMES[3])[0]
     counter[:] = [0]
     gc.collect()
+
+
+def new_cut() -> SocketCut:
+    """Return an object that ends the collectives of one generation, on the device of this process."""
+    if uses_gpu():
+        return NcclCut()
+    return SocketCut()
+
+
+class NcclCut(SocketCut):
+    """Cut of the sockets of gloo, and abort of the communicators of NCCL. Not run on a GPU so far.
+
+    An abort ends the kernels that wait for other ranks. The values that they leave behind are undefined. The abort of
+    a communicator can take seconds. A rank whose thread hangs in it is silent, so it is killed and replaced.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aborted: set[str] = set()
+
+    @override
+    def cut(self) -> int:
+        """Shut the sockets down, and abort all communicators that are not aborted yet. Returns their number."""
+        backends = []
+        names = _attribute("torch.distributed.distributed_c10d", "_world").pg_names
+        for group, name in list(names.items()):
+            if name not in self._aborted:
+                with suppress(RuntimeError):  # a group of the host alone has no such backend
+                    backends.append(group._get_backend(torch.device("cuda")))
+                self._aborted.add(name)
+        count = super().cut()
+        if backends:
+            backends[0]._group_start()  # else the aborts of two communicators could wait for each other
+            try:
+                for backend in reversed(backends):  # the newest first, as torch does
+                    backend.abort()
+            finally:
+                backends[0]._group_end()
+        return count + len(backends)
+
+
+def device_works() -> bool:
+    """Return whether the GPU of this process still works after an abort. On a CPU it always does."""
+    if not uses_gpu():
+        return True
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the next engine needs the memory
+    except RuntimeError:  # errors of CUDA are
+        return False
+    return True
 
 
 def _attribute(module: str, path: str) -> Any:

@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import os
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -37,11 +39,10 @@ from txl_dist.distributed.recovery.coordinator import Loss
 from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat
 from txl_dist.distributed.recovery.status import StatusPage
-from txl_dist.distributed.socket_cut import SocketCut
 from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append
-from txl_dist.train.engine.regroup import check_regroup, leave_groups
+from txl_dist.train.engine.regroup import check_regroup, device_works, leave_groups, new_cut, set_nccl_variables
 from txl_dist.train.engine.zero import import_deepspeed
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.monitoring.watchdog import is_in_collective, may_come_from_loss
@@ -85,19 +86,29 @@ class RegroupError(BaseException):
     """
 
 
-def preload() -> None:
+def preload(*, allow_gpu: bool) -> None:
     """Import everything that training needs, and take it out of the garbage collector's sight.
 
     A later collection then takes 20 ms and not 300, in which the rank would look frozen. Raises ConfigError if this
-    machine or these versions do not support recovery.
+    machine or these versions do not support recovery. `allow_gpu` is the setting `recover.allow_gpu`.
     """
-    if uses_gpu():
-        raise ConfigError("recover.spares works on CPUs only so far. Set DS_ACCELERATOR=cpu, or recover.spares to 0.")
+    set_nccl_variables(os.environ)
+    on_gpu = uses_gpu()
+    if on_gpu and not allow_gpu:
+        raise ConfigError(
+            "recover.spares has run on CPUs only so far. Set DS_ACCELERATOR=cpu, or recover.spares to 0. To try it on "
+            "GPUs, set recover.allow_gpu to true."
+        )
     import_deepspeed()
-    check_regroup()
+    check_regroup(on_gpu=on_gpu)
     for name in _MODULES:
         with suppress(ImportError):  # the list is of one version, and what is missing costs time only
             import_module(name)
+    if on_gpu and torch.cuda.is_initialized():
+        raise ConfigError(
+            "recover.spares: an import has started CUDA, so a spare cannot fork a rank. Set recover.spares to 0, and "
+            "report this with the output of `txl doctor`."
+        )
     gc.collect()
     gc.freeze()
 
@@ -130,7 +141,7 @@ class Member:
         self._is_ended = False
         self._end: Message = {"code": HANG, "reason": ""}
         self._condition = threading.Condition()
-        self._cut = SocketCut()
+        self._cut = new_cut()
         self._store: TCPStore | None = None
         self._lock: RunLock | None = None
         try:
@@ -230,6 +241,15 @@ class Member:
             time.sleep(CUT_EVERY_S)
         raise ConnectionError(f"the store of generation {self.generation} at {host}:{port} is gone")
 
+    @property
+    def must_leave(self) -> bool:
+        """Whether a newer plan has arrived, or the job ends. From then on collectives may be cut at any moment."""
+        return self._is_superseded() or self._is_ended
+
+    def cut(self) -> None:
+        """End the collectives of this generation, in which this rank or its device may wait."""
+        self._cut.cut()
+
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Return a context manager whose block makes process groups, which a newer plan cuts."""
@@ -279,7 +299,9 @@ class Member:
             self._begin_generation()
             failpoint("leave", step=self.generation)
             leave_groups()
-            self._cut = SocketCut()
+            if not device_works():
+                os.kill(os.getpid(), signal.SIGKILL)  # the agent replaces this process
+            self._cut = new_cut()
             port = 0
             if self._rank == 0:
                 with self._cut.collecting():
@@ -364,8 +386,7 @@ class Member:
         selector = selectors.DefaultSelector()
         selector.register(self._agent.peer, selectors.EVENT_READ)
         while True:
-            must_leave = self._is_superseded() or self._is_ended
-            if selector.select(CUT_EVERY_S if must_leave else HEARTBEAT_S):
+            if selector.select(CUT_EVERY_S if self.must_leave else HEARTBEAT_S):
                 try:
                     messages = self._agent.receive()
                 except (OSError, ValueError):
@@ -375,7 +396,7 @@ class Member:
             frame = sys._current_frames().get(self._main)
             self._page.heartbeat(is_waiting=is_waiting(self._main) or is_in_collective(frame))
             del frame
-            if self._is_superseded() or self._is_ended:
+            if self.must_leave:
                 self._cut.cut()
 
     def _receive(self, message: Message) -> None:
