@@ -415,7 +415,7 @@ class TrainSection(Section):
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
     """Tokens of memory per layer, first layer first. The largest number must equal memory_len. Empty: memory_len in
     every layer. If a phase or an evaluation sets another memory_len, the layers with the longest memory use that
-    length, and other layers use at most that length."""
+    length. The other layers keep their length, or use that length if it is smaller."""
     initial_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
     """Memory before a lane's first token. empty: attention masks the memory. zeros: hidden states of 0, which queries
     attend to (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""

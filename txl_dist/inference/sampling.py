@@ -34,7 +34,7 @@ def uniform_numbers(seed: int, *, sample: int = 0) -> np.random.Generator:
 
 @torch.inference_mode()
 def choose(log_p_BV: Tensor, uniform_B2: Tensor, sampling: Sampling, *, seen_BV: Tensor | None = None) -> Tensor:
-    """Choose the next token of each row and return id_B, by sampling settings and two random numbers.
+    """Choose the next token of each row, using sampling settings and two random numbers. Returns their ids, id_B.
 
     `log_p_BV` are the model's log-probabilities in nats. `uniform_B2` are two numbers in [0, 1) per row (fp64).
     `seen_BV` (bool) marks the tokens to which the repetition penalty applies.

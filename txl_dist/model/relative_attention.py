@@ -50,7 +50,7 @@ class Terms(NamedTuple):
     position_bias_NH: Tensor | None = None
     """Bias v, which term (d) uses. It is None if term (d) is learned or missing."""
     distance_bias_KN: Tensor | None = None
-    """Learned term (d): a number s for each of the distances K-1 ... 0."""
+    """Learned term (d): one score per distance and head. The first row is for the distance K-1, the last for 0."""
 
 
 def relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dropout: float = 0.0) -> Tensor:

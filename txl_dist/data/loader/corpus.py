@@ -74,7 +74,7 @@ class Shard:
         num_tokens = int(self.lengths.sum())
         if (len(table), num_tokens) != (info.documents, info.tokens):
             raise DataError(
-                f"{self.name}.idx lists {len(table)} documents with {num_tokens} tokens in all, but the index says "
+                f"{self.name}.idx lists {len(table)} documents with {num_tokens} tokens in all, but index.json says "
                 f"{info.documents} documents with {info.tokens} tokens in all. {REMEDY}"
             )
         self.crc32s: npt.NDArray[np.uint32] = table["crc32"]

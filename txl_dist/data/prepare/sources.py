@@ -67,7 +67,8 @@ _HIDDEN_NAMES = frozenset(
         "#recycle",
     }
 )
-"""Names in lower case, without a leading dot, of files and folders that systems, caches and unfinished jobs write."""
+"""Names of files and folders that systems, caches and unfinished jobs write. The names are in lower case. Names that
+begin with a dot are not listed, because all of them count as hidden."""
 _MAGIC = re.compile(r"[*?[]")
 _URL_MARKS = (
     "ETag",
