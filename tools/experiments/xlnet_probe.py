@@ -3,24 +3,26 @@
     python -m tools.experiments.xlnet_probe books --work /tmp/xlnet --seeds 3 --cpu-minutes 5
 
 `books` is a folder with the JSON lines that `tools.experiments.books` writes: {"id": "AUTHOR/TITLE", "text": ...} in
-train, valid and test. The program reduces the books to 36 kinds of characters. For each seed it then
+train, valid and test. The program reduces the books to 36 kinds of characters. The models are trained on the first 2.7
+million characters of the books in train, in the order of the files. For each seed the program
 
     trains      an XLNet model and a causal model by `txl train`, each until it has used the CPU minutes,
     evaluates   both by `txl evaluate` on held-out text,
     exports     both by `txl export --format xlnet`, and loads the folders with transformers,
     fills       one hidden character in windows of held-out text (a cloze test), with transformers,
-    classifies  passages by their author, after fine-tuning with transformers. The passages of the test come from books
-                that neither training nor fine-tuning has read. Random weights are fine-tuned in the same way.
+    classifies  passages by their author, after fine-tuning with transformers. The passages of one test come from the
+                last tenth of the books that fine-tuning reads, those of the other test from other books. Random weights
+                are fine-tuned in the same way.
 
 Results of each seed are added to WORK/results.jsonl. The program prints their means and ranges. A seed whose results
-exist is not repeated. The setting of the two trainings is that of section 18 of the notes on XLNet: 3 layers of width
-128, segments of 64 characters, a memory of 48.
+exist is not repeated. Both models have 3 layers of width 128, segments of 64 characters and a memory of 48.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -46,6 +48,8 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz .,;:'\"!?-"
 SEGMENT_LEN = 64
 PASSAGE_LEN = 128
 """Characters of a passage that is classified."""
+BATCH_PASSAGES = 16
+"""Passages per step of fine-tuning."""
 KINDS = ("permutation", "causal")
 
 _SHARED = {
@@ -60,6 +64,7 @@ _SHARED = {
     "model.share_biases": "False",
     "model.scale_embedding": "False",
     "model.norm_eps": "1e-12",
+    "model.init_std": "0.05",
     "train.segment_len": str(SEGMENT_LEN),
     "train.memory_len": "48",
     "train.num_lanes": "16",
@@ -86,32 +91,39 @@ _OF_KIND = {
 
 
 class Book(NamedTuple):
-    """Text of a book and its author, reduced to ALPHABET."""
+    """Text of a book, its author, and the folder of the split that it belongs to."""
 
     author: str
     title: str
+    split: str
     text: str
 
 
 class Texts(NamedTuple):
-    """Texts of one run of the program."""
+    """Texts of one run of the program, reduced to ALPHABET."""
 
-    train: dict[str, str]
-    """Text of the books that the models are trained on, joined, by author."""
-    test: dict[str, str]
-    """Text of the held-out books, joined, by author."""
+    train: str
+    """Text on which the models are trained."""
     valid: str
-    """Held-out text, from the ends of the books that the models are trained on. Losses are measured on it."""
+    """The text that follows `train`. Losses are measured on it."""
+    authors: dict[str, str]
+    """Text by author, for fine-tuning the classifier."""
+    chapters: dict[str, str]
+    """The text that follows `authors` in the same books, by author. The classifier is tested on it."""
+    books: dict[str, str]
+    """Text of other books, by author. The classifier is tested on it too."""
 
 
 class Sizes(NamedTuple):
     """How much text, time and fine-tuning a run of the program uses."""
 
+    text_chars: int = 3_000_000
+    """Characters of text for training the models. The last tenth is held out."""
+    valid_chars: int = 60_000
+    """Characters of the held-out tenth on which losses are measured."""
     num_authors: int = 6
     author_chars: int = 500_000
-    """Characters of text per author. The last tenth is held out."""
-    valid_chars: int = 60_000
-    """Characters of the held-out tenths on which losses are measured, shared equally by the authors."""
+    """Characters of text per author for the classifier. The last tenth is held out."""
     cpu_s: float = 300.0
     """CPU seconds of each training."""
     num_windows: int = 2000
@@ -119,13 +131,15 @@ class Sizes(NamedTuple):
     num_passages: int = 1500
     """Passages of fine-tuning, shared equally by the authors."""
     num_test_passages: int = 900
+    """Passages of each test, shared equally by the authors."""
     epochs: int = 4
 
 
 TINY = Sizes(
+    text_chars=8000,
+    valid_chars=600,
     num_authors=2,
     author_chars=4000,
-    valid_chars=600,
     cpu_s=1.0,
     num_windows=20,
     num_passages=16,
@@ -143,27 +157,37 @@ def reduced(text: str) -> str:
 
 
 def read_books(folder: Path) -> list[Book]:
-    """Read the books below a folder. Raises DataError if there are none."""
+    """Read the books below a folder, in the order of the files. Raises DataError if there are none."""
     books = []
     for path in sorted(folder.rglob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             author, _, title = record["id"].partition("/")
-            books.append(Book(author, title, record["text"]))
+            books.append(Book(author, title, path.parent.name, record["text"]))
     if not books:
         raise DataError(f"{folder} holds no books. Write them with `python -m tools.experiments.books`.")
     return books
 
 
 def choose_texts(books: Sequence[Book], sizes: Sizes) -> Texts:
-    """Choose the authors with the most text in two books or more, and hold out each author's last book by title.
+    """Choose the text of the trainings, and the authors and books of the classifier.
 
-    The last tenth of the text of the other books is held out too, for `Texts.valid`.
-    Raises DataError if there are too few such authors.
+    The authors are those with the most text in two books or more, which are not in the text of the trainings. The last
+    book of each author by title is held out. Raises DataError if there is too little text, or too few such authors.
     """
+    text = ""
+    used = set()
+    for book in books:
+        if book.split == "train" and len(text) < sizes.text_chars:
+            text += reduced(book.text) + " "
+            used.add(book.author)
+    if len(text) < sizes.text_chars:
+        raise DataError(f"The books in train have {len(text):,} characters, not {sizes.text_chars:,}.")
+    train, held_out = _split(text[: sizes.text_chars])
     by_author: dict[str, list[Book]] = {}
     for book in sorted(books, key=lambda book: (book.author, book.title)):
-        by_author.setdefault(book.author, []).append(book)
+        if book.author not in used:
+            by_author.setdefault(book.author, []).append(book)
     candidates = {
         author: own
         for author, own in by_author.items()
@@ -175,26 +199,27 @@ def choose_texts(books: Sequence[Book], sizes: Sizes) -> Texts:
         raise DataError(
             f"{len(authors)} authors have two books and {sizes.author_chars:,} characters, not {sizes.num_authors}."
         )
-    train = {}
-    test = {}
-    held_out = []
+    texts = Texts(train, held_out[: sizes.valid_chars], authors={}, chapters={}, books={})
     for author in authors:
         own = candidates[author]
-        text = reduced(" ".join(book.text for book in own[:-1]))[: sizes.author_chars]
-        train_len = len(text) * 9 // 10
-        train[author] = text[:train_len]
-        held_out.append(text[train_len:][: sizes.valid_chars // len(authors)])
-        test[author] = reduced(own[-1].text)
-    return Texts(train, test, " ".join(held_out))
+        joined = reduced(" ".join(book.text for book in own[:-1]))
+        texts.authors[author], texts.chapters[author] = _split(joined[: sizes.author_chars])
+        texts.books[author] = reduced(own[-1].text)
+    return texts
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Split a text into its first nine tenths and its last tenth."""
+    train_len = len(text) * 9 // 10
+    return text[:train_len], text[train_len:]
 
 
 def prepare(texts: Texts, work: Path) -> Path:
     """Write the training and validation text and make a corpus of characters of it. Returns the corpus folder."""
     corpus = work / "corpus"
     if not (corpus / "index.json").is_file():
-        for name, documents in (("train", list(texts.train.values())), ("valid", [texts.valid])):
-            lines = [json.dumps({"text": text}) + "\n" for text in documents]
-            (work / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        for name, text in (("train", texts.train), ("valid", texts.valid)):
+            (work / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
         words = ["--valid", work / "valid.jsonl", "--tokenizer", "char", "--observed-symbols", "--out", corpus]
         run_txl("prepare", work / "train.jsonl", *words)
     return corpus
@@ -305,42 +330,50 @@ def passages(texts: Mapping[str, str], tokenizer: Tokenizer, *, total: int) -> t
 
 def classifier_accuracy(
     folder: Path, texts: Texts, tokenizer: Tokenizer, sizes: Sizes, *, seed: int, fresh: bool
-) -> float:
-    """Fine-tune transformers' sequence classifier on the authors of passages. Returns the accuracy on held-out books.
+) -> dict[str, float]:
+    """Fine-tune transformers' sequence classifier on the authors of passages.
 
-    With `fresh` the weights are random instead of those of the folder.
+    The classifier reads the mean of the last layer's hidden states. With `fresh` the weights are random instead of
+    those of the folder. Returns the accuracy in percent on held-out chapters and on held-out books.
     """
     from transformers import XLNetConfig, XLNetForSequenceClassification
 
     torch.manual_seed(seed)
-    num_labels = len(texts.train)
+    changes = {"num_labels": len(texts.authors), "summary_type": "mean"}
     if fresh:
-        config = XLNetConfig.from_pretrained(folder, num_labels=num_labels)
-        model = XLNetForSequenceClassification(config)
+        model = XLNetForSequenceClassification(XLNetConfig.from_pretrained(folder, **changes))
     else:
-        model = XLNetForSequenceClassification.from_pretrained(folder, num_labels=num_labels)
-    ids_PT, labels_P = passages(texts.train, tokenizer, total=sizes.num_passages)
+        model = XLNetForSequenceClassification.from_pretrained(folder, **changes)
+    ids_PT, labels_P = passages(texts.authors, tokenizer, total=sizes.num_passages)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    num_batches = sizes.epochs * (len(ids_PT) // 16)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=num_batches)
+    num_batches = sizes.epochs * math.ceil(len(ids_PT) / BATCH_PASSAGES)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-4, total_steps=num_batches, pct_start=0.1)
     generator = torch.Generator().manual_seed(seed)
     model.train()
     for _ in range(sizes.epochs):
         order = torch.randperm(len(ids_PT), generator=generator)
-        for batch in order.split(16):
+        for batch in order.split(BATCH_PASSAGES):
             loss = model(input_ids=ids_PT[batch], labels=labels_P[batch]).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    test_PT, test_labels_P = passages(texts.test, tokenizer, total=sizes.num_test_passages)
     model.eval()
+    accuracies = {}
+    for name, held_out in (("chapters", texts.chapters), ("books", texts.books)):
+        test_PT, test_labels_P = passages(held_out, tokenizer, total=sizes.num_test_passages)
+        accuracies[f"classifier_{name}_pct"] = 100 * _accuracy(model, test_PT, test_labels_P)
+    return accuracies
+
+
+@torch.no_grad()
+def _accuracy(model: Any, ids_PT: Tensor, labels_P: Tensor, *, batch_size: int = 50) -> float:
+    """Return the share of passages whose label a classifier of transformers finds."""
     num_correct = 0
-    with torch.no_grad():
-        for ids_BT, labels_B in zip(test_PT.split(50), test_labels_P.split(50), strict=True):
-            num_correct += int((model(input_ids=ids_BT).logits.argmax(-1) == labels_B).sum())
-    return num_correct / len(test_PT)
+    for ids_BT, labels_B in zip(ids_PT.split(batch_size), labels_P.split(batch_size), strict=True):
+        num_correct += int((model(input_ids=ids_BT).logits.argmax(-1) == labels_B).sum())
+    return num_correct / len(ids_PT)
 
 
 def run_seed(seed: int, texts: Texts, *, corpus: Path, work: Path, sizes: Sizes) -> dict[str, Any]:
@@ -357,12 +390,10 @@ def run_seed(seed: int, texts: Texts, *, corpus: Path, work: Path, sizes: Sizes)
         folder = run.with_name(f"{kind}-folder")
         run_txl("export", run, folder, "--format", "xlnet")
         found["cloze_accuracy_pct"] = 100 * cloze_accuracy(folder, valid_ids, num_windows=sizes.num_windows)
-        accuracy = classifier_accuracy(folder, texts, tokenizer, sizes, seed=seed, fresh=False)
-        found["classifier_accuracy_pct"] = 100 * accuracy
+        found |= classifier_accuracy(folder, texts, tokenizer, sizes, seed=seed, fresh=False)
         result[kind] = found
     folder = work / f"seed{seed}" / "permutation-folder"
-    accuracy = classifier_accuracy(folder, texts, tokenizer, sizes, seed=seed, fresh=True)
-    result["random weights"] = {"classifier_accuracy_pct": 100 * accuracy}
+    result["random weights"] = classifier_accuracy(folder, texts, tokenizer, sizes, seed=seed, fresh=True)
     return result
 
 

@@ -144,13 +144,13 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
             book.parent.mkdir(parents=True, exist_ok=True)
             book.write_text("word " * (40_000 if number < 24 else 2))
     if "XLNET_BOOKS" in wanted:
-        (folder / "xlnet_books").mkdir()
+        (folder / "xlnet_books/train").mkdir(parents=True)
         books = [
-            {"id": f"{author}/{title}", "text": f"{author} writes {title}, not cde. " * 300}
-            for author in "ab"
-            for title in "cde"
+            {"id": f"{author}/{title}", "text": f"{author} {title}, abcde. " * 600}
+            for author in "abc"
+            for title in "de"
         ]
-        (folder / "xlnet_books/books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
+        (folder / "xlnet_books/train/books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
     if "NO_MOVES" in wanted:
         (folder / "no_moves").write_text("# nothing has moved\n")
     if "ROWS" in wanted:
