@@ -142,6 +142,7 @@ def test_a_lost_rank_is_replaced_and_changes_no_bit(lab: Lab, fault: str, stage:
     assert_passed(replaced(lab, fault, stage=stage, ranks=ranks))
 
 
+@pytest.mark.nightly
 def test_a_rank_is_replaced_while_other_nodes_keep_copies_too(lab: Lab) -> None:
     assert_passed(replaced(lab, "kill:1:10:sent", *PARTNER, nodes=2))
 
@@ -175,7 +176,7 @@ def test_a_loss_in_runs_of_all_kinds_changes_no_bit(lab: Lab, kind: str, stage: 
 
 @pytest.mark.parametrize(
     ("stage", "both_copies"),
-    [(3, False), (1, True), pytest.param(0, False, marks=pytest.mark.nightly)],
+    [(3, False), (3, True), pytest.param(0, False, marks=pytest.mark.nightly)],
 )
 def test_lost_copies_come_from_the_other_node_or_from_the_checkpoint(lab: Lab, stage: int, both_copies: bool) -> None:
     assert_passed(damaged(lab, stage=stage, both_copies=both_copies))
