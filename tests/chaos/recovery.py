@@ -81,9 +81,9 @@ def replaced(
         case.problems.append(f"exit codes {case.exit_codes}")
     for checkpoint in list_checkpoints(run.dir):
         case.problems += checkpoint_problems(checkpoint)  # one in flight was finished, or dropped whole
-    losses = {record["step"]: record["loss"] for record in run.records("eval")}
-    if KEEP_BEST[-2] in settings and min(losses, key=losses.__getitem__) not in run.checkpoints:
-        case.problems.append(f"the best checkpoint is not among {run.checkpoints}")
+    saved = [record["step"] for record in run.records("event") if record["event"] == "saved"]
+    if KEEP_BEST[-2] in settings and STRUCK_AT not in saved:  # it was the best when the rank was lost
+        case.problems.append(f"the best checkpoint is not among {saved}")
     lost = _judge_events(case, run)
     if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
         case.problems.append(f"the ranks {lost} were replaced")

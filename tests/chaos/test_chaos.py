@@ -154,7 +154,7 @@ def test_a_rank_is_replaced_while_other_nodes_keep_copies_too(lab: Lab) -> None:
         ("validation", 3),
         ("save beside later steps", 1),
         ("save of the best", 2),
-        *(pytest.param(work, 1, marks=pytest.mark.nightly) for work in IN_PROGRESS),
+        *(pytest.param(work, 0, marks=pytest.mark.nightly) for work in IN_PROGRESS),
     ],
 )
 def test_a_loss_during_a_validation_a_sample_or_a_save_changes_no_bit(lab: Lab, work: str, stage: int) -> None:
