@@ -16,6 +16,8 @@ import pytest
 BUDGET = 8
 """Largest number of processes that a test of the default run, or one of its fixtures, may start."""
 SMOKE_BUDGET = 20
+UNLIMITED = frozenset(("slow", "dist", "gpu"))
+"""Marks of tests that may start any number of processes."""
 
 count = 0
 
@@ -34,10 +36,14 @@ def begin_to_count() -> None:
 
 
 def check(started: int, *, marks: Collection[str]) -> None:
-    """Fail if a test with these marks has started too many processes. Tests that only `--all` runs have no limit."""
+    """Fail if a test with these marks has started too many processes.
+
+    Tests that only `--all` runs have no limit. Tests on a GPU have no limit either, because Triton starts two compilers
+    for each kernel.
+    """
     if "smoke" in marks:
         budget = SMOKE_BUDGET
-    elif "slow" in marks or "dist" in marks:
+    elif not UNLIMITED.isdisjoint(marks):
         return
     else:
         budget = BUDGET

@@ -30,8 +30,8 @@ def test_a_test_of_the_default_run_may_start_its_budget_and_no_more(marks: set[s
         starts.check(budget + 1, marks=marks)
 
 
-@pytest.mark.parametrize("mark", ["slow", "dist"])
-def test_what_only_all_runs_may_start_what_it_likes(mark: str) -> None:
+@pytest.mark.parametrize("mark", ["slow", "dist", "gpu"])
+def test_what_only_all_runs_or_a_gpu_runs_may_start_what_it_likes(mark: str) -> None:
     starts.check(1000, marks={mark})
 
 
