@@ -77,6 +77,8 @@ def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
         patch(torch.cuda, "get_device_properties", lambda device=None: properties)
         patch(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         patch(torch.cuda, "get_device_name", lambda device=None: properties.name)
+        patch(torch.cuda, "_lazy_init", lambda: None)
+        patch(fake_tensor, "init_gpu_context", lambda device: None)
         patch(JITFunction, "run", launch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Recording(recorder))

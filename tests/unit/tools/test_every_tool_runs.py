@@ -80,6 +80,7 @@ ELSEWHERE: dict[str, str] = {
     "benchmarks/gpu": "test_bench_gpu.py rehearses it on a CPU",
     "benchmarks/count_launches": "test_count_launches.py",
     "benchmarks/decode_worker": "is started by benchmarks/decode",
+    "benchmarks/gpu_kernels": "test_gpu_kernels.py",
     "benchmarks/gpu_later": "needs a CUDA device",
     "checks/guard": "its smallest part trains twice on two ranks: more than a minute of a core",
     "benchmarks/huggingface_theirs": "needs transformers 4",
