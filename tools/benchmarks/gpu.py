@@ -1,9 +1,10 @@
 """Measure everything about one GPU, in runs of ten minutes: `python -m tools.benchmarks.gpu --json FILE`.
 
     --run 1    correctness and speed        device   limits of the device, cost of a launch
-               (560 s)                      tests    tests/gpu: the Triton kernels against the same code on the CPU
+               (525 s)                      steps    ZeroEngine on enwik8_base, eager and graphed: losses, norms, times
+                                            tests    tests/gpu: the Triton kernels against the same code on the CPU
                                             twins    attention, softmax, embedding, whole model against fp64 on the CPU
-                                            engine   ZeroEngine on enwik8_base: stages, types, graphs; losses and norms
+                                            engine   the same steps at other stages, in other types, and graphed
                                             profile  time of a step by kernel, without and with CUDA graphs
                                             sweep    score buffers and tiles of attention
                                             codes    whole steps of the original (TF32), of NVIDIA's code and of ours
@@ -53,17 +54,20 @@ class Section(NamedTuple):
 
 RUNS = {
     1: (
-        Section("device", 40, 25),
-        Section("tests", 90, 40),
-        Section("twins", 60, 30),
-        Section("engine", 120, 50),
-        Section("profile", 90, 60),
-        Section("sweep", 60, 25),
+        Section("device", 30, 20),
+        Section("steps", 60, 45),
+        Section("tests", 65, 30),
+        Section("twins", 50, 25),
+        Section("engine", 110, 50),
+        Section("profile", 60, 40),
+        Section("sweep", 50, 20),
         Section("codes", 100, 50),
     ),
     2: (Section("kernels", 230, 60), Section("recipes", 340, 70)),
     3: (Section("curve", 330, 325), Section("resume", 190, 90), Section("memcheck", 50, 45)),
 }
+CALL_S = 540.0
+"""Seconds of a run. A call of ten minutes also installs wheels, imports torch and copies files."""
 CLOSING_S = 1.0
 """Seconds of a run that are reserved for the last row and the tables."""
 
@@ -78,7 +82,7 @@ def main() -> int:
         "--only", action="append", default=[], metavar="SECTION", help="measure only this section; can be repeated"
     )
     parser.add_argument(
-        "--seconds", type=float, default=575.0, help="jobs that have not begun after this many seconds are skipped"
+        "--seconds", type=float, default=CALL_S, help="jobs that have not begun after this many seconds are skipped"
     )
     parser.add_argument(
         "--job-seconds", type=float, default=0.0, help="time limit of each job; 0 means the limit of its section"

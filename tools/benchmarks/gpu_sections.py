@@ -1,9 +1,10 @@
 """The sections of `gpu.py --run 1`: correctness and speed on this GPU.
 
     device   limits of the device: copies, products of matrices, and the cost of a launch
+    steps    eager and graphed steps of enwik8_base by `ZeroEngine`: losses and norms, and the time (gpu_engine.py)
     tests    tests/gpu, a job per test
     twins    results of the device against fp64 on the CPU with the same rounded inputs: relative errors by norms
-    engine   `ZeroEngine` on enwik8_base at every ZeRO stage (gpu_engine.py)
+    engine   the same steps at every ZeRO stage and type
     profile  the time of such a step, by kernel
     sweep    attention by size of its score buffer and by tiles
     codes    whole steps of enwik8_base: the original's code, NVIDIA's code, ours (trainers.py)
@@ -206,8 +207,21 @@ def _half(setting: Setting) -> torch.dtype:
     return torch.float32 if setting.rehearse else torch.bfloat16
 
 
+FIRST_TESTS = tuple(
+    f"tests/gpu/test_kernels_gpu.py::test_{name}"
+    for name in (
+        "context_and_all_gradients_are_those_of_the_twin[enwik8_base-torch.bfloat16-None]",
+        "a_weighted_loss_and_its_gradients_are_those_of_autograd[torch.bfloat16-204]",
+        "residual_and_norm_are_those_of_the_twin_and_the_same_again[410-torch.bfloat16-0.2]",
+        "bias_and_activation_are_those_of_the_twin_and_the_same_again[relu-torch.bfloat16-0.2]",
+        "products_that_lie_apart_are_attended_to_as_one[wt103_base]",
+    )
+)
+"""Tests that run every kernel once between them. They come first, in case the time does not suffice for all tests."""
+
+
 def tests(setting: Setting) -> dict[str, Job]:
-    """Return a job per test of tests/gpu/test_kernels_gpu.py."""
+    """Return a job per test of tests/gpu/test_kernels_gpu.py, those of `FIRST_TESTS` first."""
     import pytest
 
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
@@ -235,7 +249,8 @@ def tests(setting: Setting) -> dict[str, Job]:
         yield from reporter.rows or [{"error": f"pytest ended with {status!r}"}]
 
     pytest.main([*options, "--collect-only", str(ROOT / "tests/gpu/test_kernels_gpu.py")], plugins=[Collector()])
-    chosen = Collector.ids[:2] if setting.rehearse else Collector.ids
+    ordered = [*FIRST_TESTS, *(test for test in Collector.ids if test not in FIRST_TESTS)]
+    chosen = ordered[:2] if setting.rehearse else ordered
     return {test: functools.partial(run, test) for test in chosen}
 
 
@@ -376,15 +391,28 @@ def _ranks(setting: Setting) -> RankInfo:
     return distributed_context(timeout_s=120, num_threads=1 if setting.rehearse else 8).__enter__()
 
 
-def engine(setting: Setting) -> dict[str, Job]:
-    """Return a job per stage, type and graph setting of `ZeroEngine`. `off by` is the largest relative difference from
-    the CPU's figures."""
+def steps(setting: Setting) -> dict[str, Job]:
+    """Return jobs for eager and for graphed steps in bf16 at ZeRO stage 1. See `engine`."""
     half = "fp32" if setting.rehearse else "bf16"
-    cases = [(1, half, False), (1, half, True), (0, half, False), (2, half, False), (3, half, False)]
+    return _engine_jobs(setting, [(1, half, False), (1, half, True)])
+
+
+def engine(setting: Setting) -> dict[str, Job]:
+    """Return a job per stage, type and graph setting of `ZeroEngine`, without those of `steps`.
+
+    `off by` is the largest relative difference from the CPU's figures.
+    """
+    half = "fp32" if setting.rehearse else "bf16"
+    cases = [(0, half, False), (2, half, False), (3, half, False)]
     cases += [] if setting.rehearse else [(1, "fp16", False), (0, "fp16", False), (1, "fp16", True)]
     cases += [(0, half, True), (2, half, True)]
     if not setting.rehearse and "tf32" in get_args(EngineSection.model_fields["precision"].annotation):
         cases.append((1, "tf32", False))
+    return _engine_jobs(setting, cases)
+
+
+def _engine_jobs(setting: Setting, cases: list[tuple[int, str, bool]]) -> dict[str, Job]:
+    """Return a job per case (ZeRO stage, precision, whether the steps are graphed)."""
     ranks = _ranks(setting)
     wanted = gpu_engine.reference(setting, ranks)
 
@@ -580,6 +608,7 @@ def _shrunk(sizes: Sizes) -> Sizes:
 
 SECTIONS: dict[str, Section] = {
     "device": device,
+    "steps": steps,
     "tests": tests,
     "twins": twins,
     "engine": engine,

@@ -134,7 +134,7 @@ CHEAPEST = {
         ("twins", "embedding"),
         ("twins", "model"),
         ("twins", "attention, odd"),
-        ("engine", "ZeRO-1 fp32 graphed"),
+        ("steps", "ZeRO-1 fp32 graphed"),
         ("profile", "eager"),
         ("codes", "ours"),
         ("codes", "original TF32"),
@@ -180,7 +180,7 @@ def test_jobs_of_each_section_find_what_the_cpu_finds(tmp_path: Path) -> None:
     errors = [row[name] for row in found["twins"] for name in ("result", "worst gradient", "R") if name in row]
     assert len(errors) == 10
     assert max(errors) < 1e-5
-    assert all(row["norms off by"] < 1e-5 for row in found["engine"] if "norms" in row)
+    assert all(row["norms off by"] < 1e-5 for row in found["steps"] if "norms" in row)
     skipped = {
         job: row["skipped"] for rows in found.values() for row in rows if "skipped" in row for job in [row["job"]]
     }
@@ -188,23 +188,32 @@ def test_jobs_of_each_section_find_what_the_cpu_finds(tmp_path: Path) -> None:
     assert skipped.keys() == {"original TF32", "attention"}
 
 
+def test_losses_norms_and_a_step_time_are_known_within_90_seconds_and_all_sections_fit_the_run() -> None:
+    names = [section.name for section in gpu.RUNS[1]]
+    assert names[:3] == ["device", "steps", "tests"]
+    assert sum(section.limit_s for section in gpu.RUNS[1][:2]) <= 90
+    assert all(section.job_s < section.limit_s for section in gpu.RUNS[1])
+    assert sum(section.limit_s for section in gpu.RUNS[1]) <= gpu.CALL_S
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_the_first_run_is_rehearsed_whole_with_one_job_killed_one_raising_and_one_hanging(tmp_path: Path) -> None:
     faults = ["--break", "device=kill", "--break", "twins=raise", "--break", "engine=hang"]
     found = rehearsed(tmp_path / "gpu.jsonl", *faults, "--job-seconds", "45")
-    assert set(found) == {"device", "tests", "twins", "engine", "profile", "sweep", "codes"}
+    assert set(found) == {"device", "steps", "tests", "twins", "engine", "profile", "sweep", "codes"}
     assert wrong(found["device"]) == ["killed by SIGKILL."]
     assert wrong(found["twins"]) == ["RuntimeError: on purpose"]
     assert wrong(found["engine"]) == ["took longer than 45 s"]
-    assert [wrong(found[name]) for name in ("tests", "profile", "sweep", "codes")] == [[]] * 4
+    assert [wrong(found[name]) for name in ("steps", "tests", "profile", "sweep", "codes")] == [[]] * 5
     # The first job of each was lost, and all the others are there.
     assert [row["job"] for row in found["device"]][1:] == ["copies"] * 2 + ["products"] + ["launches"] * 3
     assert [row["job"] for row in found["twins"]][:3] == ["softmax", "embedding", "model"]
     errors = [row[name] for row in found["twins"] for name in ("result", "worst gradient", "R") if name in row]
     assert len(errors) == 16
     assert max(errors) < 1e-5
-    others = ["1 fp32 graphed", "0 fp32", "2 fp32", "3 fp32", "0 fp32 graphed", "2 fp32 graphed"]
+    assert [row["job"] for row in found["steps"]] == [f"ZeRO-1 fp32{words}" for words in ("", " graphed") for _ in "ab"]
+    others = ["2 fp32", "3 fp32", "0 fp32 graphed", "2 fp32 graphed"]
     assert [row["job"] for row in found["engine"]][1:] == [f"ZeRO-{one}" for one in others for _ in range(2)]
     assert all(row["norms off by"] < 1e-5 for row in found["engine"] if "norms" in row)
     assert [row.get("skipped", "") for row in found["codes"]] == [

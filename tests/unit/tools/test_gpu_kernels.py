@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -50,3 +51,32 @@ def test_a_second_checkout_compiles_only_what_the_packed_cache_lacks(tmp_path: P
     (kernel,) = cache.rglob("*.cubin")
     shutil.rmtree(kernel.parent)
     assert compiled_in(second, cache)["compiled"] == 1
+
+
+FIRST = """
+import json, sys
+from tools.benchmarks.gpu_kernels import CompilingRecorder, launch_tests
+from tools.benchmarks.gpu_sections import FIRST_TESTS
+recorder = CompilingRecorder()
+stopped = launch_tests(recorder, FIRST_TESTS)
+print(json.dumps([stopped, sorted({key.split()[0] for key in recorder.launches})]))
+"""
+
+
+def kernels() -> set[str]:
+    """Functions of txl_dist/model/kernels that read their place in the grid: those that are launched."""
+    found = set()
+    for path in (ROOT / "txl_dist/model/kernels").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef) and "tl.program_id" in ast.unparse(function):
+                found.add(function.name)
+    return found
+
+
+def test_the_first_tests_on_a_gpu_launch_every_kernel() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    stopped, launched = json.loads(done.stdout.splitlines()[-1])
+    assert stopped == []
+    assert len(launched) > 12
+    assert kernels() - set(launched) == set()
