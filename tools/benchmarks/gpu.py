@@ -15,9 +15,10 @@
                                             memcheck one kernel under compute-sanitizer
 
 A section is a separate process with a time limit and a list of jobs. Each row is written to the disk as soon as it is
-measured. A job that raises an error leaves a row with the error. A job that kills the process or exceeds its limit
-leaves such a row too, and the section continues with the next job in a new process. A later section can use the seconds
-that a section did not use. tools/experiments/notebook/gpu.md explains the rows and what to do with them.
+measured. A job that raises an error leaves a row with the first and the last line of the error. The whole error is in
+FILE.log, with everything that the sections print. A job that kills the process or exceeds its limit leaves such a row
+too, and the section continues with the next job in a new process. A later section can use the seconds that a section
+did not use. tools/experiments/notebook/gpu.md explains the rows and what to do with them.
 
 `--only SECTION` (can be repeated) measures a part. `--rehearse` runs everything with tiny sizes on a CPU. `--break
 SECTION=kill|raise|hang` makes the first job of that section fail in this way, to show what a failed job leaves.
@@ -30,13 +31,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.benchmarks.gpu_rows import Journal, entries, print_rows, rows
+from tools.benchmarks.gpu_rows import Journal, brief, entries, print_rows, rows
 
+ROOT = Path(__file__).parents[2]
 FAULTS = ("kill", "raise", "hang")
 PROGRAM = (sys.executable, "-m", "tools.benchmarks.gpu")
 SPOILED = 3
@@ -112,6 +113,7 @@ def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends SIGTERM; the child is killed at exit
     began, due_s = time.time(), 0.0
     facts = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S")}
+    facts |= {"commit": said_by("git", "rev-parse", "HEAD"), "device": said_by("nvidia-smi", "-L")}
     Journal(arguments.json, section="", began=began).opens(facts)
     for section in sections:
         due_s += section.limit_s
@@ -123,6 +125,15 @@ def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
         print(f"{time.time() - began:6.0f} s  {section.name}: {len(found)} rows, {errors} errors", flush=True)
     print_rows(arguments.json, began=began)
     return 0
+
+
+def said_by(*command: str) -> str:
+    """Return what a program prints, or `unknown` if the program is missing or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def run_section(section: Section, journal: Journal, *, ends: float, job_s: float) -> None:
@@ -156,7 +167,8 @@ def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_
     """Run one process of a section. Return why it did not finish its jobs, or an empty text if it did."""
     marks = [word for job in skip for word in ("--skip", job)]
     command = [*PROGRAM, *sys.argv[1:], "--child", name, "--began", repr(journal.began), *marks]
-    with tempfile.TemporaryFile() as said:
+    with journal.log.open("a+b") as said:
+        begin = said.seek(0, os.SEEK_END)
         process = subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, start_new_session=True)
         why, last, since = "", 0, time.time()
         try:
@@ -175,11 +187,11 @@ def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_
             return why
         if process.returncode == 0:
             return ""
-        said.seek(0)
-        lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+        said.seek(begin)
+        lines = said.read().decode(errors="replace").splitlines()
         if process.returncode < 0:
-            return f"killed by {signal.Signals(-process.returncode).name}. {(lines or [''])[-1][:200]}".strip()
-        return (lines or [f"exit status {process.returncode}"])[-1][:300]
+            return f"killed by {signal.Signals(-process.returncode).name}. {brief(lines)}".strip()
+        return brief(lines) or f"exit status {process.returncode}"
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

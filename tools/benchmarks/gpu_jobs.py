@@ -9,13 +9,14 @@ import gc
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tools.benchmarks.gpu_rows import Journal
+from tools.benchmarks.gpu_rows import Journal, brief
 
 
 class Setting(NamedTuple):
@@ -52,7 +53,8 @@ def work(section: Section, setting: Setting, journal: Journal) -> bool:
         except Skipped as reason:
             journal.row(name, {"skipped": str(reason)})
         except Exception as error:  # noqa: BLE001  the other jobs must run after any error
-            journal.row(name, {"error": first_line(error)})
+            journal.explains(name, "".join(traceback.format_exception(error)))
+            journal.row(name, {"error": error_words(error)})
             if is_spoiled(error):
                 journal.ends(name)
                 return False
@@ -80,7 +82,6 @@ def is_spoiled(error: BaseException) -> bool:
     return not isinstance(error, torch.OutOfMemoryError) and ("CUDA error" in words or "CUDNN_STATUS" in words)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the type of the error and the first line of its message, at most 200 characters."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+def error_words(error: BaseException) -> str:
+    """Return the type of the error, and the first and the last line of its message."""
+    return f"{type(error).__name__}: {brief(str(error).splitlines())}"

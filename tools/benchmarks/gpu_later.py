@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped, first_line
+from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped, error_words
 from tools.benchmarks.gpu_sections import (
     ROOT,
     SHAPES,
@@ -175,7 +175,7 @@ def _curves(setting: Setting) -> Found:
             try:
                 _finish(_start(corpus, run, steps=steps, engine=engine, cpu=setting.rehearse))
             except RuntimeError as error:
-                yield {"run": name, "error": first_line(error)}
+                yield {"run": name, "error": error_words(error)}
                 continue
             found[name] = _parts(_losses(run))
             yield {"run": name, "losses": found[name]}
@@ -263,10 +263,10 @@ def _txl(*words: str, cpu: bool = False) -> subprocess.Popen[str]:
 
 
 def _finish(process: subprocess.Popen[str]) -> None:
-    """Wait for the process. Raises RuntimeError with the last line of its error output if it failed."""
+    """Wait for the process. Raises RuntimeError with its error output if it failed."""
     _, said = process.communicate()
     if process.returncode != 0:
-        raise RuntimeError((said.strip().splitlines() or [f"exit status {process.returncode}"])[-1])
+        raise RuntimeError(said.strip() or f"exit status {process.returncode}")
 
 
 def _losses(run: Path) -> list[float]:

@@ -1,6 +1,6 @@
 """The file that `gpu.py` writes: one JSON object per line, flushed to the disk before the program continues.
 
-    {"began": .., "section": "", "state": "opens", "command": ..}      a run of the program
+    {"began": .., "section": "", "state": "opens", "command": .., "commit": .., "device": ..}     a run of the program
     {"began": .., "section": .., "state": "plans", "jobs": [..]}       jobs that a section will run
     {"began": .., "section": .., "job": .., "state": "begins"}
     {"began": .., "section": .., "job": .., .. results ..}             any number of rows
@@ -56,15 +56,41 @@ class Journal:
         """Append that the job has ended and all of its rows are written."""
         self._append({"job": job, "state": "ends"})
 
+    @property
+    def log(self) -> Path:
+        """File for whole error messages: tracebacks, and all that the processes print. It is next to the rows."""
+        return self.path.with_name(f"{self.path.name}.log")
+
+    def explains(self, job: str, words: str) -> None:
+        """Append the whole error of a job to the log."""
+        stamp = f"[{time.time() - self.began:.1f} s] {self.section}: {job}"
+        append(self.log, f"{stamp}\n{words.rstrip()}\n")
+
     def _append(self, entry: Mapping[str, object]) -> None:
         stamp = {"began": self.began, "at_s": round(time.time() - self.began, 2), "section": self.section}
         line = json.dumps(without_nan(stamp | dict(entry)), allow_nan=False, default=str) + "\n"
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(handle, line.encode())
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        append(self.path, line)
+
+
+def append(path: Path, text: str) -> None:
+    """Append text to a file and wait until it is on the disk."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, text.encode(errors="replace"))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def brief(lines: Iterable[str]) -> str:
+    """Return the first and the last line of an error that are not empty, at most 500 characters.
+
+    The first line of a compiler's error says where it is, and the last line says what it is.
+    """
+    told = [line.strip() for line in lines if line.strip()]
+    if len(told) < 2:
+        return "".join(told)[:250]
+    return f"{told[0][:250]} ... {told[-1][:250]}"
 
 
 def all_entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tools.benchmarks import gpu_engine
 from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped
-from tools.benchmarks.gpu_rows import Row
+from tools.benchmarks.gpu_rows import Row, brief
 from tools.benchmarks.gpu_timing import times
 from tools.benchmarks.measuring import milliseconds
 from tools.benchmarks.peers import nvidia, original
@@ -240,8 +240,7 @@ def tests(setting: Setting) -> dict[str, Job]:
             if report.when == "call" or report.outcome != "passed":
                 words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
                 row: Row = {"outcome": report.outcome, "seconds": round(report.duration, 2)}
-                last = [line for line in words.splitlines() if line.strip()][-1:]
-                self.rows.append(row | ({} if report.outcome == "passed" else {"words": "".join(last)[:200]}))
+                self.rows.append(row | ({} if report.outcome == "passed" else {"words": brief(words.splitlines())}))
 
     def run(test: str) -> Found:
         reporter = Reporter()

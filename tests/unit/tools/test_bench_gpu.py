@@ -5,7 +5,9 @@ Whole rehearsals are nightly. Each run of all tests kills one section, and runs 
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -119,6 +121,44 @@ def test_a_job_that_raises_or_cannot_be_done_is_a_row_and_the_others_follow(
         ("last", None, None, 1),
         ("last", None, None, 2),
     ]
+
+
+def test_an_error_of_several_lines_keeps_its_first_and_last_line_and_the_log_has_all(tmp_path: Path) -> None:
+    def fails() -> Iterable[dict[str, object]]:
+        raise ValueError("at 4:8:\n\n    x = tl.dot(a, b)\nshapes do not fit\n")
+
+    journal = Journal(tmp_path / "gpu.jsonl", section="device", began=1.0)
+    gpu_jobs.work(lambda setting: {"product": fails}, gpu_jobs.Setting("cpu", True, {}), journal)
+    assert wrong(rows_in(journal.path)["device"]) == ["ValueError: at 4:8: ... shapes do not fit"]
+    log = (tmp_path / "gpu.jsonl.log").read_text(encoding="utf-8")
+    assert "device: product\nTraceback" in log
+    assert "x = tl.dot(a, b)" in log
+
+
+def test_a_process_that_ends_leaves_its_first_and_last_line_and_the_log_has_all(tmp_path: Path) -> None:
+    program = tmp_path / "child.py"
+    program.write_text("import sys\nsys.exit('first words\\nmore\\nlast words')\n", encoding="utf-8")
+    journal = Journal(tmp_path / "gpu.jsonl", section="device", began=1.0)
+    journal.explains("earlier", "what was there before")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gpu, "PROGRAM", (sys.executable, str(program)))
+        patched.setattr(sys, "argv", ["gpu.py"])
+        assert gpu.run_child("device", journal, [], ends=time.time() + 60, job_s=60) == "first words ... last words"
+    assert journal.log.read_text(encoding="utf-8").endswith("first words\nmore\nlast words\n")
+
+
+def test_a_run_says_which_commit_and_which_device_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # it would be the signal of this process
+    arguments = argparse.Namespace(json=tmp_path / "gpu.jsonl", seconds=10.0)
+    gpu.measure(arguments, [])
+    opened = json.loads(arguments.json.read_text(encoding="utf-8"))
+    assert opened["device"] == "GPU 0: NVIDIA H100"
+    assert opened["commit"] == gpu.said_by("git", "rev-parse", "HEAD")
+    assert gpu.said_by("no-such-program") == "unknown"
 
 
 @pytest.mark.slow
