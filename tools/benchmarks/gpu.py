@@ -35,7 +35,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.benchmarks.gpu_rows import Journal, brief, entries, print_rows, rows
+STARTED = time.time()
+
+from tools.benchmarks.gpu_rows import Journal, brief, entries, print_rows, rows  # noqa: E402  it imports torch: seconds
 
 ROOT = Path(__file__).parents[2]
 FAULTS = ("kill", "raise", "hang")
@@ -111,7 +113,7 @@ def main() -> int:
 def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
     """Run all sections until the time is used up, then print the tables."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends SIGTERM; the child is killed at exit
-    began, due_s = time.time(), 0.0
+    began, due_s = STARTED, 0.0
     facts = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S")}
     facts |= {"commit": said_by("git", "rev-parse", "HEAD"), "device": said_by("nvidia-smi", "-L")}
     Journal(arguments.json, section="", began=began).opens(facts)

@@ -135,6 +135,19 @@ def test_an_error_of_several_lines_keeps_its_first_and_last_line_and_the_log_has
     assert "x = tl.dot(a, b)" in log
 
 
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_a_rehearsal_skips_what_the_interpreter_cannot_do_with_this_numpy(tmp_path: Path, rehearses: bool) -> None:
+    def interprets() -> Iterable[dict[str, object]]:
+        raise RuntimeError("TypeError('only 0-dimensional arrays can be converted to Python scalars')")
+
+    journal = Journal(tmp_path / "gpu.jsonl", section="sweep", began=1.0)
+    jobs = {"as it is": interprets, "last": lambda: [{"figure": 1}]}
+    gpu_jobs.work(lambda setting: jobs, gpu_jobs.Setting("cpu", rehearses, {}), journal)
+    first, last = rows_in(journal.path)["sweep"]
+    assert ("skipped" in first, "error" in first) == (rehearses, not rehearses)
+    assert last["figure"] == 1
+
+
 def test_a_process_that_ends_leaves_its_first_and_last_line_and_the_log_has_all(tmp_path: Path) -> None:
     program = tmp_path / "child.py"
     program.write_text("import sys\nsys.exit('first words\\nmore\\nlast words')\n", encoding="utf-8")
