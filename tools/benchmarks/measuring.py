@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -103,6 +102,8 @@ def peak_mib(action: Callable[[], object], *, runs: int = 2) -> float:
 
     Memory that was allocated before the call is not counted. Call it in a new process (`peak_in_fresh_process`).
     """
+    import torch  # here, because gpu.py counts seconds and needs no torch itself
+
     small = torch.ones(64, 64, requires_grad=True)
     (small @ small).sum().backward()  # allocates buffers of the libraries before the measurement
     if torch.cuda.is_available():
@@ -170,6 +171,8 @@ def print_table(title: str, table: Sequence[Mapping[str, Any]]) -> None:
 
 def write_json(path: Path, tables: Mapping[str, Iterable[Mapping[str, object]]], **facts: object) -> None:
     """Write all tables by title, with the version of torch, the number of threads and other facts."""
+    import torch  # here, because gpu.py counts seconds and needs no torch itself
+
     content = {"torch": torch.__version__, "threads": torch.get_num_threads(), **facts}
     content["tables"] = {title: list(table) for title, table in tables.items()}
     path.write_text(json.dumps(without_nan(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -201,6 +204,8 @@ def _repeat(action: Callable[[], object], runs: int) -> None:
 
 
 def _wait_for_device() -> None:
+    import torch  # here, because gpu.py counts seconds and needs no torch itself
+
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -148,6 +148,11 @@ def test_a_rehearsal_skips_what_the_interpreter_cannot_do_with_this_numpy(tmp_pa
     assert last["figure"] == 1
 
 
+def test_the_process_that_counts_the_seconds_does_not_import_torch() -> None:
+    program = "import sys, tools.benchmarks.gpu; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_a_process_that_ends_leaves_its_first_and_last_line_and_the_log_has_all(tmp_path: Path) -> None:
     program = tmp_path / "child.py"
     program.write_text("import sys\nsys.exit('first words\\nmore\\nlast words')\n", encoding="utf-8")
