@@ -513,8 +513,8 @@ class EngineSection(Section):
     """Keep parameters in host memory. This needs ZeRO stage 3."""
     attention: Annotated[AttentionKernel, FREE] = "auto"
     """Implementation of relative attention. plain: separate torch operations. fused: one function with a hand-written
-    backward pass, on any device. triton: GPU kernels in half precision, also for residual sums, norms, activations and
-    dropout. auto: the fastest supported implementation."""
+    backward pass, on any device. triton: GPU kernels in half precision, also for residual sums, norms, activations,
+    dropout and the softmax. auto: the fastest supported implementation. With plain and fused no Triton kernel runs."""
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
     if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: on if

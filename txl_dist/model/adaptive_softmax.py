@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.config.schema import ModelSection
+from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition, partition_of
 from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS, Cluster, Columns, fused_linear_cross_entropy
 from txl_dist.model.relative_attention import at_least_fp32
@@ -58,11 +58,20 @@ class ClusterTable(NamedTuple):
 class AdaptiveSoftmax(nn.Module):
     """Output layer that turns hidden states and target tokens into losses in nats.
 
-    If the model has no cutoffs, the layer is a plain softmax over the vocabulary.
+    If the model has no cutoffs, the layer is a plain softmax over the vocabulary. `kernel` is `engine.attention`, which
+    also decides whether the softmax's Triton kernel may run.
     """
 
-    def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding) -> None:
+    def __init__(
+        self,
+        model: ModelSection,
+        *,
+        vocab_size: int,
+        embedding: AdaptiveEmbedding,
+        kernel: AttentionKernel = "auto",
+    ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.edges = cluster_edges(model.cutoffs, vocab_size=vocab_size)
         self.num_tails = len(model.cutoffs)
         self.one_table = model.div_value == 1
@@ -112,7 +121,8 @@ class AdaptiveSoftmax(nn.Module):
         if weight_BT is not None and torch.is_grad_enabled():
             clusters = self._clusters(targets_BT.flatten(), partition=partition or ())
             hidden_SD = hidden_BTD.flatten(0, 1)
-            return fused_linear_cross_entropy(hidden_SD, clusters, weight_S=weight_BT.flatten())
+            weight_S = weight_BT.flatten()
+            return fused_linear_cross_entropy(hidden_SD, clusters, weight_S=weight_S, kernel=self.kernel)
         nll_BT = self.losses(hidden_BTD, targets_BT, partition=partition)
         if with_top1:
             is_correct_BT = self.top1_correct(hidden_BTD, targets_BT)

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from txl_dist.config.schema import AttentionKernel
 from txl_dist.model.kernels import attention_launch
 from txl_dist.model.relative_attention import at_least_fp32
 
@@ -82,12 +83,16 @@ class Cluster(NamedTuple):
         return sum(columns.num_columns for columns in self.columns)
 
 
-def fused_linear_cross_entropy(hidden_SD: Tensor, clusters: Sequence[Cluster], *, weight_S: Tensor) -> Tensor:
+def fused_linear_cross_entropy(
+    hidden_SD: Tensor, clusters: Sequence[Cluster], *, weight_S: Tensor, kernel: AttentionKernel = "auto"
+) -> Tensor:
     """Compute the weighted sum of all tokens' losses as a scalar in nats, in fp32 or fp64.
 
     A token's loss is the sum of its losses in its clusters, and `weight_S` holds each token's weight. The slices of a
-    table must cover the table exactly once. `weight_S` gets no gradient.
+    table must cover the table exactly once. `weight_S` gets no gradient. `kernel` is `engine.attention`. If it is plain
+    or fused, the Triton kernel does not run.
     """
+    by_kernel = kernel in ("auto", "triton") and runs_kernel(hidden_SD)
     parameters: dict[Tensor, None] = {}  # an ordered set: a tensor that clusters share is in it once
     for cluster in clusters:
         for columns in cluster.columns:
@@ -96,7 +101,7 @@ def fused_linear_cross_entropy(hidden_SD: Tensor, clusters: Sequence[Cluster], *
         if cluster.projection_DE is not None:
             parameters[cluster.projection_DE] = None
     loss: Tensor = _WeightedLoss.apply(  # type: ignore[no-untyped-call]
-        clusters, weight_S, hidden_SD, *parameters
+        clusters, by_kernel, weight_S, hidden_SD, *parameters
     )
     return loss
 
@@ -106,7 +111,12 @@ class _WeightedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, clusters: Sequence[Cluster], weight_S: Tensor, hidden_SD: Tensor, *parameters: Tensor
+        ctx: Any,
+        clusters: Sequence[Cluster],
+        by_kernel: bool,
+        weight_S: Tensor,
+        hidden_SD: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         weight_S = weight_S.to(at_least_fp32(hidden_SD.dtype))
         is_half = hidden_SD.dtype != weight_S.dtype
@@ -116,9 +126,9 @@ class _WeightedLoss(torch.autograd.Function):
             tiny = torch.finfo(weight_S.dtype).tiny
             largest = weight_S.abs().max().clamp(min=tiny)
             share_S = weight_S / largest
-        with_hidden, *needed = ctx.needs_input_grad[2:]
+        with_hidden, *needed = ctx.needs_input_grad[3:]
         trained = [x for x, is_needed in zip(parameters, needed, strict=True) if is_needed]
-        sums = _Sums(clusters, hidden_SD, share_S, parameters=trained, with_hidden=with_hidden)
+        sums = _Sums(clusters, hidden_SD, share_S, parameters=trained, with_hidden=with_hidden, by_kernel=by_kernel)
         for cluster in clusters:
             sums.add(cluster)
         if sums.hidden is None:
@@ -153,7 +163,7 @@ class _WeightedLoss(torch.autograd.Function):
         cast: list[Tensor | None] = []
         for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
             cast.append(None if gradient is None else gradient.to(dtype))
-        return None, None, *cast
+        return None, None, None, *cast
 
 
 def _is_known_as_one(scalar: Tensor) -> bool:
@@ -178,6 +188,7 @@ class _Sums:
         *,
         parameters: Sequence[Tensor],
         with_hidden: bool,
+        by_kernel: bool,
     ) -> None:
         self.hidden_SD = hidden_SD
         self.share = F.pad(share_S, (0, 1))
@@ -186,7 +197,7 @@ class _Sums:
         if with_hidden:
             self.hidden = F.pad(torch.zeros_like(hidden_SD), (0, 0, 0, 1))
         self.parameters = _gradient_buffers(parameters, clusters, like=hidden_SD, sum_dtype=share_S.dtype)
-        self.by_kernel = runs_kernel(hidden_SD)
+        self.by_kernel = by_kernel
         # On a CPU, products in half precision read numbers after a row's end and multiply them by zero. They must not
         # be NaN, so the buffer begins with zeros.
         reads_beyond = hidden_SD.dtype.itemsize == 2 and not self.by_kernel

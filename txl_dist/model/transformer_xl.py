@@ -85,7 +85,7 @@ class TransformerXL(nn.Module):
             self.final_norm = build_norm(model)
         else:
             self.final_norm = nn.Identity()
-        self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
+        self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding, kernel=attention)
         initialize(self, model)
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.models import VOCAB_SIZE, random_tokens, tiny_model
 from tests.helpers.waits import Waits
 from tests.unit.model.test_adaptive_softmax import VARIANTS, given_partition, hidden_states
-from txl_dist.config.schema import ModelSection
+from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.model import fused_softmax
 from txl_dist.model.adaptive_embedding import Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
@@ -258,3 +258,24 @@ def test_what_is_kept_for_the_backward_are_gradients_and_no_logits() -> None:
         model.softmax(hidden_BTD, targets_BT, weight_BT=torch.ones(8, 64))
     parameters = sum(parameter.numel() for parameter in model.softmax.parameters())
     assert sum(kept) <= hidden_BTD.numel() + parameters + 1 < 512 * 300
+
+
+@pytest.mark.parametrize(
+    ("attention", "is_launched"), [("auto", True), ("triton", True), ("plain", False), ("fused", False)]
+)
+def test_the_triton_kernel_runs_only_where_the_setting_for_attention_allows_triton(
+    attention: AttentionKernel, is_launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+
+    def kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor, share_c: Tensor) -> Tensor:
+        launched.append(True)
+        return torch.zeros_like(share_c)
+
+    monkeypatch.setattr(fused_softmax, "runs_kernel", lambda hidden_SD: True)
+    monkeypatch.setattr(fused_softmax, "_into_gradient_by_kernel", kernel)
+    section = tiny_model().section
+    softmax = TransformerXL(section, vocab_size=VOCAB_SIZE, attention=attention).softmax
+    hidden_BTD, targets_BT = torch.zeros(2, 3, section.width), torch.zeros(2, 3, dtype=torch.int64)
+    softmax(hidden_BTD, targets_BT, weight_BT=torch.ones(2, 3))
+    assert bool(launched) == is_launched
