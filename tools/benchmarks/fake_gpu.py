@@ -78,11 +78,26 @@ def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
         patch(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         patch(torch.cuda, "get_device_name", lambda device=None: properties.name)
         patch(torch.cuda, "_lazy_init", lambda: None)
+        patch(torch.cuda, "device", _current_device)
         patch(fake_tensor, "init_gpu_context", lambda device: None)
         patch(JITFunction, "run", launch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Recording(recorder))
         yield _CUDA
+
+
+CURRENT = [0]
+"""Indices of the fake devices that were made the current one, the last of them now."""
+
+
+@contextmanager
+def _current_device(device: torch.device) -> Iterator[None]:
+    """Replacement of the context manager `torch.cuda.device`."""
+    CURRENT.append(device.index)
+    try:
+        yield
+    finally:
+        CURRENT.pop()
 
 
 class _Recording(TorchDispatchMode):

@@ -351,7 +351,8 @@ def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor,
     loss_c = torch.empty_like(share_c)
     num_programs = math.ceil(num_rows / rows)
     kernel: Any = logits_to_gradient[(num_programs,)]
-    kernel(logits_cV, bias, targets_c, share_c, loss_c, num_rows, stride, ROWS=rows, COLUMNS=columns, num_warps=8)
+    with attention_launch.launching_on(logits_cV):
+        kernel(logits_cV, bias, targets_c, share_c, loss_c, num_rows, stride, ROWS=rows, COLUMNS=columns, num_warps=8)
     return loss_c
 
 

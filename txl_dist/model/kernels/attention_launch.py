@@ -22,6 +22,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -205,6 +206,17 @@ def unsupported_device_reason(on_device: Tensor) -> str | None:
     if torch.cuda.get_device_capability(on_device.device) < (8, 0):
         return f"{torch.cuda.get_device_name(on_device.device)} is older than Ampere (compute capability 8.0)"
     return None
+
+
+def launching_on(tensor: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which the tensor's GPU is the current one. Triton launches kernels on the current GPU.
+
+    A model on `cuda:1` would otherwise pass addresses of one GPU to a kernel on another.
+    """
+    if not tensor.is_cuda:
+        return nullcontext()  # the interpreter
+    context: AbstractContextManager[None] = torch.cuda.device(tensor.device)
+    return context
 
 
 @functools.cache
@@ -490,14 +502,15 @@ class _Kernels:
         tile, chunk = launch.tile, launch.chunk
         kernel: Any = getattr(self.source, launch.kernel)
         where = () if launch.kernel == SUM else (chunk.num_lanes, chunk.first_lane, chunk.first_head)
-        kernel[launch.grid](
-            *arguments,
-            *where,
-            **self._constants(launch),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            maxnreg=tile.max_registers,
-        )
+        with launching_on(self.scores):
+            kernel[launch.grid](
+                *arguments,
+                *where,
+                **self._constants(launch),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                maxnreg=tile.max_registers,
+            )
 
     def _constants(self, launch: Launch) -> dict[str, int]:
         """Return the kernel's compile-time arguments."""
@@ -658,15 +671,16 @@ def with_width(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     strides = [x.stride(0) for x in sources]
     num_tiles = sum(_ceil_div(rows, WIDTH_ROWS) for rows in num_rows)
     kernel: Any = set_width[(num_tiles,)]
-    kernel(
-        tuple(sources),
-        tuple(targets),
-        tuple(num_rows),
-        tuple(strides),
-        num_heads,
-        H=head_width,
-        H_TO=width,
-        ROWS=WIDTH_ROWS,
-        BLOCK_H=1 << (max(head_width, width) - 1).bit_length(),
-    )
+    with launching_on(tensors[0]):
+        kernel(
+            tuple(sources),
+            tuple(targets),
+            tuple(num_rows),
+            tuple(strides),
+            num_heads,
+            H=head_width,
+            H_TO=width,
+            ROWS=WIDTH_ROWS,
+            BLOCK_H=1 << (max(head_width, width) - 1).bit_length(),
+        )
     return targets

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from txl_dist.config.schema import AttentionKernel
-from txl_dist.model.kernels.attention_launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, unsupported_device_reason
+from txl_dist.model.kernels.attention_launch import (
+    KEEP_LEVELS,
+    NUM_MULTIPROCESSORS,
+    launching_on,
+    unsupported_device_reason,
+)
 
 MAX_WIDTH = 8192
 """Largest width of a row that one program can hold. It is 16 numbers per thread, with the largest number of warps."""
@@ -68,7 +73,9 @@ def start(name: str, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4,
     module = residual_norm if hasattr(residual_norm, name) else activation
     kernel: Any = getattr(module, name)
     launch = kernel[grid]
-    launch(*arguments, **constants, num_warps=num_warps)
+    first = next(x for x in arguments if isinstance(x, Tensor))
+    with launching_on(first):
+        launch(*arguments, **constants, num_warps=num_warps)
 
 
 def summed(parts: Tensor, *, dtype: torch.dtype) -> Tensor:
