@@ -28,6 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from txl_dist.model.kernels import attention_launch
+
 MULTIPROCESSORS = 132
 _CUDA, _META = torch.device("cuda", 0), torch.device("meta")
 
@@ -80,6 +82,7 @@ def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
         patch(torch.cuda, "_lazy_init", lambda: None)
         patch(torch.cuda, "device", _current_device)
         patch(fake_tensor, "init_gpu_context", lambda device: None)
+        patch(attention_launch, "failed_kernel_reason", lambda device: "")
         patch(JITFunction, "run", launch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Recording(recorder))

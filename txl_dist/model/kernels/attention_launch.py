@@ -205,7 +205,26 @@ def unsupported_device_reason(on_device: Tensor) -> str | None:
         return lacking
     if torch.cuda.get_device_capability(on_device.device) < (8, 0):
         return f"{torch.cuda.get_device_name(on_device.device)} is older than Ampere (compute capability 8.0)"
-    return None
+    return failed_kernel_reason(on_device.device) or None
+
+
+@functools.cache
+def failed_kernel_reason(device: torch.device) -> str:
+    """Compile and run one small kernel on a GPU. Return why it failed, or an empty string if its result is right.
+
+    It fails for example on a GPU that is newer than Triton's assembler. The host waits for the device, once per
+    process.
+    """
+    from txl_dist.model.kernels import rows
+
+    try:
+        total = rows.summed(torch.ones(3, 5, device=device), dtype=torch.bfloat16)
+        is_right = total.tolist() == [3.0] * 5
+    except Exception as error:  # noqa: BLE001  Triton, its compilers and the driver raise errors of many types
+        told = [line.strip() for line in str(error).splitlines() if line.strip()]
+        words = " ... ".join(dict.fromkeys([*told[:1], *told[-1:]]))
+        return f"a small Triton kernel failed on {device} ({type(error).__name__}: {words})"
+    return "" if is_right else f"a small Triton kernel computed a wrong sum on {device}"
 
 
 def launching_on(tensor: Tensor) -> AbstractContextManager[None]:

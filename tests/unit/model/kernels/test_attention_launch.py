@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ def test_a_model_on_a_gpu_is_told_what_stands_in_the_way(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention_launch, "_has_triton", lambda: True)
     monkeypatch.setattr(attention_launch, "missing_compiler_reason", lambda: "")
+    monkeypatch.setattr(attention_launch, "failed_kernel_reason", lambda device: "")
     found = unsupported_reason(query, has_position_bias=has_position_bias)
     assert found is None if reason is None else found is not None and reason in found
 
@@ -145,6 +147,34 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
     attention_launch.missing_compiler_reason.cache_clear()
     assert "but found none" in attention_launch.missing_compiler_reason()
     attention_launch.missing_compiler_reason.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (
+            RuntimeError("at 4:8:\n\nptxas fatal: sm_120 is unknown\n"),
+            "(RuntimeError: at 4:8: ... ptxas fatal: sm_120 is",
+        ),
+        (torch.tensor([3.0, 3.0, 3.0, 3.0, 2.0]), "computed a wrong sum on cpu"),
+        (torch.full((5,), 3.0), None),
+    ],
+    ids=["raises", "wrong", "right"],
+)
+def test_a_small_kernel_that_fails_or_is_wrong_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, result: torch.Tensor | Exception, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(attention_launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(attention_launch, "missing_compiler_reason", lambda: "")
+    monkeypatch.setattr(rows, "summed", Mock(side_effect=[result]))
+    attention_launch.failed_kernel_reason.cache_clear()
+    query = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
+    found = [unsupported_reason(query, has_position_bias=True) for _ in range(2)]  # the second is remembered
+    attention_launch.failed_kernel_reason.cache_clear()
+    assert found[0] == found[1]
+    assert found[0] is None if reason is None else reason in (found[0] or "")
 
 
 def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from txl_dist.config.load import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import implementation
 from txl_dist.model.fused_attention import fused_relative_attention
-from txl_dist.model.kernels import attention_launch
+from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.relative_attention import Terms
 from txl_dist.train import preflight
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
@@ -206,6 +206,22 @@ def test_attention_on_a_gpu_without_a_compiler_goes_without_triton_and_says_so(m
         assert list(describe_batch(job, num_parameters=869_732))[1].endswith(f"attention {ends}")
     terms = Terms(*(torch.zeros(1, 2, 3, 4) for _ in range(3)), torch.zeros(2, 3, 4))
     assert implementation("auto", terms) is fused_relative_attention
+
+
+def test_attention_on_a_gpu_where_triton_fails_goes_without_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(attention_launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(attention_launch, "missing_compiler_reason", lambda: "")
+    monkeypatch.setattr(attention_launch, "failed_kernel_reason", lambda device: "a small kernel failed")
+    config = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
+    job = Mock(config=config, plan=plan_batch(config.train, world_size=1), vocab_size=100)
+    (line,) = (line for line in describe_batch(job, num_parameters=869_732) if "attention" in line)
+    assert line.endswith("attention fused (not by Triton: a small kernel failed)")
+    query = torch.zeros(1, 2, 3, 4, dtype=torch.bfloat16)
+    terms = Terms(query, query, query, query[0])
+    assert implementation("auto", terms) is fused_relative_attention
+    assert not rows.runs("auto", query)
 
 
 def test_no_extension_of_deepspeeds_is_probed_or_used(monkeypatch: pytest.MonkeyPatch) -> None:
