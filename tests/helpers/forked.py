@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    "PYTHONPATH": str(REPOSITORY),
+    "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 """Environment variables of every process that a test starts."""
 

@@ -1,10 +1,13 @@
 """The state that a test leaves in its process does not reach the next test, and tests see no GPU."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.helpers.forked import REPOSITORY
 from txl_dist.distributed.collectives import uses_gpu
 
 
@@ -20,3 +23,10 @@ def test_what_one_test_leaves_the_next_does_not_meet(_time: str) -> None:
 def test_no_gpu_is_used_where_none_is_asked_for() -> None:
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     assert not uses_gpu()
+
+
+def test_forked_processes_find_the_packages_that_this_process_finds_by_its_path() -> None:
+    program = "from tests.helpers import forked; print(forked.environment()['PYTHONPATH'])"
+    variables = os.environ | {"PYTHONPATH": f"/site{os.pathsep}{REPOSITORY}"}
+    told = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == [os.pathsep.join([str(REPOSITORY), "/site", str(REPOSITORY)])]

@@ -61,7 +61,7 @@ RUNS = {
         Section("tests", 65, 30),
         Section("twins", 50, 25),
         Section("engine", 110, 50),
-        Section("profile", 60, 40),
+        Section("profile", 60, 50),
         Section("sweep", 50, 20),
         Section("codes", 100, 50),
     ),

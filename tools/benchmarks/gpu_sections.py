@@ -17,6 +17,7 @@ meaning.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import math
 import shutil
@@ -536,6 +537,7 @@ def step(setting: Setting, recipe: str, code: str) -> Found:
             if lanes == 1:
                 raise
             lanes //= 2
+        gc.collect()  # trainers contain reference cycles, and the one that did not fit still holds its memory
         torch.cuda.empty_cache()
 
 

@@ -224,7 +224,7 @@ class OurTrainer:
         halves = self.parameters if precision != "fp32" else []
         self.masters = [nn.Parameter(parameter.detach().float().clone()) for parameter in halves]
         self.loss_of: nn.Module = SegmentLoss(self.model.to(dtype)).train()
-        self.maker = batch_maker(self.model, mask_documents=False)
+        self.maker = batch_maker(self.model, mask_documents=False, for_graphs=graphed)
         self.optimizer = torch.optim.Adam(self.masters or self.parameters, lr=LEARNING_RATE, fused=True)
         self.scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
         self.memory = self.model.empty_memory(num_lanes=sizes.num_lanes, memory_len=sizes.memory_len)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from txl_dist.model.dropout import gelu_dropout, relu2_dropout, relu_dropout_
-from txl_dist.model.kernels import rows
+from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.residual_norm import Drop
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
@@ -53,7 +53,7 @@ class ActivatedLinear(nn.Linear):
             return ACTIVATIONS[self.activation](super().forward(x_RD), drop.rate)
         product_RF = F.linear(x_RD, self.weight)
         result: Tensor = _Activation.apply(  # type: ignore[no-untyped-call]
-            product_RF, self.bias, drop.seed, rows.threshold_of(drop.rate), self.activation
+            product_RF, self.bias, drop.seed, attention_launch.threshold_of(drop.rate), self.activation
         )
         return result
 

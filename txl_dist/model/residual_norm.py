@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from txl_dist.model.dropout import dropout
-from txl_dist.model.kernels import rows
+from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.rms_norm import RmsNorm
 
 
@@ -66,7 +66,7 @@ def _by_kernel(
     residual: Tensor, update: Tensor, drop: Drop, weight: Tensor | None, bias: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
     """Compute (sum, normed sum) by the kernels. `_ResidualNorm` says which arguments may be None."""
-    threshold = rows.threshold_of(drop.rate)
+    threshold = attention_launch.threshold_of(drop.rate)
     total, normed = _ResidualNorm.apply(  # type: ignore[no-untyped-call]
         residual.contiguous(), update.contiguous(), weight, bias, drop.seed, threshold, eps
     )

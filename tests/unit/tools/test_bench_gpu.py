@@ -6,19 +6,24 @@ Whole rehearsals are nightly. Each run of all tests kills one section, and runs 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tools.benchmarks import gpu, gpu_jobs, gpu_rows
+from tools.benchmarks import gpu, gpu_jobs, gpu_rows, gpu_sections
 from tools.benchmarks.gpu_rows import Journal
+from tools.benchmarks.trainers import OurTrainer
+from txl_dist.train.batch import batch_maker
 
 ROOT = Path(__file__).parents[3]
 Rows = dict[str, list[dict[str, Any]]]
@@ -314,3 +319,36 @@ def test_a_row_is_whole_or_not_read(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"began": 1.0, "section": "dev')
     assert gpu_rows.rows(path, began=1.0) == {"device": [{"job": "b", "figure": None}]}
+
+
+def test_a_trainer_that_does_not_fit_is_freed_before_fewer_lanes_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, bool]] = []
+    first: list[weakref.ref[Any]] = []
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.cycle = self
+
+    def timed(sizes: gpu_sections.Sizes, code: str, setting: gpu_jobs.Setting) -> dict[str, object]:
+        tried.append((sizes.num_lanes, bool(first) and first[0]() is not None))
+        if first:
+            return {}
+        first.append(weakref.ref(Trainer()))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_sections, "_timed", timed)
+    gc.disable()
+    try:
+        list(gpu_sections.step(gpu_jobs.Setting("cpu", False, {}), "enwik8_base", "ours"))
+    finally:
+        gc.enable()
+    assert tried == [(22, False), (11, False)]
+
+
+def test_graphed_steps_of_the_comparison_have_the_batches_of_training() -> None:
+    section = gpu_sections._small_model(gpu_jobs.Setting("cpu", True, {})).model
+    sizes = gpu_sections.Sizes(section, 300, 2, 8, 8)
+    eager, graphed = (OurTrainer(sizes, attention="auto", graphed=is_graphed) for is_graphed in (False, True))
+    of_training = batch_maker(eager.model, mask_documents=False, for_graphs=True)
+    assert graphed.maker == of_training
+    assert eager.maker != of_training

@@ -326,9 +326,18 @@ def _attend(
         visible.key_document_BK.contiguous(),
         seed,
         visible.oldest,
-        round(dropout * KEEP_LEVELS),
+        threshold_of(dropout),
     )
     return context
+
+
+def threshold_of(rate: float) -> int:
+    """Return the dropout rate as a number of levels of 1 / KEEP_LEVELS, rounded.
+
+    The result is below KEEP_LEVELS, so that some values are always kept.
+    """
+    threshold = round(rate * KEEP_LEVELS)
+    return min(threshold, KEEP_LEVELS - 1)
 
 
 def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from txl_dist.config.schema import AttentionKernel
 from txl_dist.model.kernels.attention_launch import (
-    KEEP_LEVELS,
     NUM_MULTIPROCESSORS,
     launching_on,
     unsupported_device_reason,
@@ -51,15 +50,6 @@ def draw_seeds(count: int, *, like: Tensor) -> tuple[Tensor, ...]:
     """Draw `count` seeds of dropout in one launch. Returns int64 tensors [1]."""
     seeds = torch.randint(2**63 - 1, (count, 1), device=like.device)
     return seeds.unbind(0)
-
-
-def threshold_of(rate: float) -> int:
-    """Return the dropout rate as a number of levels of 1 / KEEP_LEVELS, rounded.
-
-    The result is below KEEP_LEVELS, so that some values are always kept.
-    """
-    threshold = round(rate * KEEP_LEVELS)
-    return min(threshold, KEEP_LEVELS - 1)
 
 
 def start(name: str, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:

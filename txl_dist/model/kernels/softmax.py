@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-1.0e30)
 """Start of the running maximum. It is below all logits, but finite."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["TARGETS", "SHARE"])
 def logits_to_gradient(
     LOGITS,
     BIAS,

@@ -111,8 +111,7 @@ class GraphedModule(nn.Module):
                     "run without a CUDA graph"
                 )
         if key not in self._graphs:  # after the handler, whose error keeps the recording's tensors alive
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            _free_cached_memory()
             return self.module(*arguments)
         graph = self._graphs[key]
         _copy(graph.inputs, inputs)
@@ -178,6 +177,19 @@ def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for dtype in {value.dtype for value in values}:
         pairs = [pair for pair in zip(into, values, strict=True) if pair[1].dtype == dtype]
         torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
+
+
+def _free_cached_memory() -> None:
+    """Return unused memory to the GPU. A failure is only logged.
+
+    After a recording that ran out of memory, torch's allocator can still be in the state of a recording, and refuse.
+    """
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        logger.warning("engine.cuda_graph: unused GPU memory could not be freed (%s)", str(error).split("\n")[0])
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:

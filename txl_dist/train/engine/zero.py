@@ -95,6 +95,7 @@ class ZeroEngine(Engine):
             self._plugin_optimizer = ""
         # This is about products of fp32 alone. Containers for GPUs may allow TF32 though nobody has asked for it.
         torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")
+        _sum_products_in_fp32()
         self.model = _build_model(config, vocab_size=vocab_size, weights=weights)
         self.shapes = {name: list(parameter.shape) for name, parameter in self.model.named_parameters()}
         matrices = [matrix for name, shape in self.shapes.items() for matrix in matrices_of(name, shape)]
@@ -495,6 +496,16 @@ _PREFIX = "model."
 """Prefix of parameter names in the trained module `SegmentLoss`, which wraps the model."""
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's loss scaler that a checkpoint stores."""
+
+
+def _sum_products_in_fp32() -> None:
+    """Keep partial sums of matrix products in fp32. By default torch lets cuBLAS round them to half precision.
+
+    The products of weight gradients sum over thousands of tokens in several parts.
+    """
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] | None) -> TransformerXL:

@@ -86,7 +86,7 @@ def drawn_mask(shape: tuple[int, int], seed: Tensor, rate: float) -> Tensor:
     num_rows, width = shape
     mask = torch.empty(shape, dtype=torch.int8)
     tile = triton.next_power_of_2(num_rows), triton.next_power_of_2(max(width, 16))
-    write_kept[(1, 1)](mask, seed, rows.threshold_of(rate), *shape, 1, ROWS=tile[0], COLUMNS=tile[1])
+    write_kept[(1, 1)](mask, seed, attention_launch.threshold_of(rate), *shape, 1, ROWS=tile[0], COLUMNS=tile[1])
     return mask.bool()
 
 
@@ -130,7 +130,7 @@ def outcome(case: Case, drop: Drop, dtype: torch.dtype) -> dict[str, Tensor]:
 @contextmanager
 def dropping(mask: Tensor, rate: float) -> Iterator[None]:
     """Inside, torch's dropout keeps what this mask says."""
-    scale = 1 / (1 - rows.threshold_of(rate) / 65536)
+    scale = 1 / (1 - attention_launch.threshold_of(rate) / 65536)
 
     def dropped(x: Tensor, rate: float) -> Tensor:
         return x * mask.view_as(x) * scale if rate else x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from txl_dist.config.load import load_config
 from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.kernels.attention_launch import Sizes, chunks, launches, unsupported_reason
+from txl_dist.model.memory import AttentionMask
+from txl_dist.model.relative_attention import Terms
 
 RECIPES = ("enwik8_base", "enwik8_large", "wt103_base", "nvidia_wt103_base", "wt103_large")
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -193,5 +196,23 @@ def test_the_kernels_of_rows_run_where_those_of_attention_do(monkeypatch: pytest
     assert not rows.runs("plain", half)
     assert not rows.runs("auto", half.float())
     assert not rows.runs("auto", torch.zeros(1, rows.MAX_WIDTH + 1, dtype=torch.bfloat16))
-    assert rows.threshold_of(0.0) == 0
-    assert 0 < rows.threshold_of(0.999_999_9) < attention_launch.KEEP_LEVELS
+    assert attention_launch.threshold_of(0.0) == 0
+    assert 0 < attention_launch.threshold_of(0.999_999_9) < attention_launch.KEEP_LEVELS
+
+
+def test_attention_keeps_some_probabilities_at_every_rate_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    thresholds = []
+
+    def apply(*arguments: Any) -> torch.Tensor:
+        thresholds.append(arguments[-1])
+        return torch.zeros(1)
+
+    monkeypatch.setattr(attention_launch._Attention, "apply", apply)
+    x = torch.zeros(1, 4, 2, 16)
+    documents = torch.zeros(1, 4, dtype=torch.int64)
+    for rate in (0.0, 0.5, 0.999_999):
+        terms = Terms(x, x, x, x[0], x[0, 0], x[0, 0])
+        attention_launch.triton_relative_attention(
+            terms, visible=AttentionMask(documents, documents, None), dropout=rate
+        )
+    assert thresholds == [0, 32_768, 65_535]

@@ -239,3 +239,10 @@ def test_the_softmax_moves_vectors_and_keeps_all_in_registers(
 def test_importing_the_launcher_does_not_import_triton() -> None:
     program = "import sys, txl_dist.model.kernels.attention_launch; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_softmax_is_compiled_once_for_chunks_that_begin_anywhere() -> None:
+    from txl_dist.model.kernels.softmax import logits_to_gradient
+
+    anywhere = {parameter.name for parameter in logits_to_gradient.params if parameter.do_not_specialize_on_alignment}
+    assert anywhere == {"TARGETS", "SHARE"}

@@ -202,3 +202,14 @@ def test_any_other_error_of_a_recording_is_raised() -> None:
     graphed._record = Mock(side_effect=RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         graphed(batch_of(0), empty(graphed.module.module), 12.0)
+
+
+def test_an_allocator_that_refuses_to_free_memory_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, graphed, _ = modules()
+    graphed._record = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    refuses = Mock(side_effect=RuntimeError("INTERNAL ASSERT FAILED"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuses)
+    loss, _ = graphed(batch_of(0), empty(graphed.module.module), 12.0)
+    assert loss.isfinite()
+    assert refuses.call_count == 1

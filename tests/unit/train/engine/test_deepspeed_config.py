@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from txl_dist.config.load import Config, config_from_dict, plan_batch
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import implementation
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.relative_attention import Terms
 from txl_dist.train import preflight
+from txl_dist.train.engine import zero
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
 from txl_dist.train.engine.zero import import_deepspeed
 from txl_dist.train.preflight import check_hardware, describe_batch
@@ -232,3 +234,18 @@ def test_no_extension_of_deepspeeds_is_probed_or_used(monkeypatch: pytest.Monkey
     import_deepspeed()
     assert not ops.__compatible_ops__.get("deepspeed_shm_comm", False)
     assert probe.call_count == 0
+
+
+def test_products_in_half_precision_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, config = torch.backends.cuda.matmul, Config()
+    monkeypatch.setattr(zero, "_build_model", Mock(side_effect=ConfigError("no model")))
+    ranks = RankInfo(0, 1, 0, torch.device("cpu"), 1)
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+        with pytest.raises(ConfigError, match="no model"):
+            zero.ZeroEngine(config, vocab_size=100, plan=plan_batch(config.train, world_size=1), ranks=ranks)
+        assert not matmul.allow_bf16_reduced_precision_reduction
+        assert not matmul.allow_fp16_reduced_precision_reduction
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
