@@ -29,7 +29,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class _Pointer:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
-        self._address = tensor.storage_offset() * tensor.element_size()
+        self._address = int(tensor.storage_offset()) * tensor.element_size()
 
     def __repr__(self) -> str:
         return f"{self.dtype} {self._address % 16}"
@@ -148,7 +148,7 @@ def launch_tests(recorder: CompilingRecorder, tests: Sequence[str] = ("tests/gpu
 
     class OnFakeGpu:
         @pytest.hookimpl(wrapper=True)
-        def pytest_pyfunc_call(self, pyfuncitem: Any) -> Iterator[Any]:
+        def pytest_pyfunc_call(self, pyfuncitem: Any) -> Generator[None, object, object]:
             try:
                 with _session(recorder):
                     return (yield)
@@ -175,7 +175,7 @@ def launch_section(recorder: CompilingRecorder, name: str) -> list[str]:
 
     true_outcome, last_outcome = gpu_sections._outcome, list[Any]()
 
-    def outcome(model: nn.Module, *others: Any) -> Any:
+    def outcome(model: Any, *others: Any) -> Any:
         """Return the GPU's outcome for the exact model on the CPU too. Backward of a fake CPU tensor fails."""
         if next(model.parameters()).is_cuda:
             last_outcome[:] = [true_outcome(model, *others)]
