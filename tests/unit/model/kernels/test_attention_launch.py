@@ -159,8 +159,8 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
             RuntimeError("at 4:8:\n\nptxas fatal: sm_120 is unknown\n"),
             "(RuntimeError: at 4:8: ... ptxas fatal: sm_120 is",
         ),
-        (torch.tensor([3.0, 3.0, 3.0, 3.0, 2.0]), "computed a wrong sum on cpu"),
-        (torch.full((5,), 3.0), None),
+        (torch.ones(1, 1, 16), "computed a wrong result on cpu"),
+        (torch.tensor([[[1.0] * 8 + [0.0] * 8]]), None),
     ],
     ids=["raises", "wrong", "right"],
 )
@@ -171,7 +171,7 @@ def test_a_small_kernel_that_fails_or_is_wrong_is_the_reason(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     monkeypatch.setattr(attention_launch, "_has_triton", lambda: True)
     monkeypatch.setattr(attention_launch, "missing_compiler_reason", lambda: "")
-    monkeypatch.setattr(rows, "summed", Mock(side_effect=[result]))
+    monkeypatch.setattr(attention_launch, "run_small_kernel", Mock(side_effect=[result]))
     attention_launch.failed_kernel_reason.cache_clear()
     query = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
     found = [unsupported_reason(query, has_position_bias=True) for _ in range(2)]  # the second is remembered
