@@ -74,14 +74,14 @@ def _check(case: Case, run: Run, unbroken: Run, *, ends: list[int]) -> None:
     case.tokens_lost = theirs["tokens_seen"] - ours["tokens_seen"]
     if ours["stream"] != theirs["stream"] or case.tokens_lost or case.tokens_repeated:
         case.problems.append(f"tokens lost or repeated: {ours['stream']} instead of {theirs['stream']}")
-    case.same = all(_memories_went_on(run, end) for end in ends[:-1])
+    case.same = all(memories_went_on(run, end) for end in ends[:-1])
     if not case.same:
         case.problems.append("the memories of a leg are not those that were saved")
     if case.bytes_left:
         case.problems.append(f"{case.bytes_left} bytes left behind")
 
 
-def _memories_went_on(run: Run, end: int) -> bool:
+def memories_went_on(run: Run, end: int) -> bool:
     """Whether the memory after the first step of a leg still holds, bit for bit, what the leg before saved."""
     before, after = (
         load_lane_memory(checkpoint_folder(run.dir, step), lanes=range(NUM_LANES)) for step in (end, end + 1)

@@ -6,11 +6,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from tests.chaos.elastic import memories_went_on
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
 from tests.helpers.job import Job
@@ -29,6 +30,8 @@ SAVE_POINTS = ("save-begin", "save-copied", "save-file-half", "save-written", "s
 REGROUP_POINTS = ("leave", "meet", "loaded")
 """Points of a recovery at which a rank is killed again."""
 EMA = ("--optim.ema_decay", "0.9", "--eval.use_ema", "True", "--eval.every_steps", "6")
+EVERY_STEP = ("--model.dropout", "0", "--model.attention_dropout", "0", "--checkpoint.every_steps", "1",
+              "--checkpoint.keep_last", "1000", "--checkpoint.asynchronous", "False")  # fmt: skip
 STRUCK_AT = 10
 SAVED_AT = 12
 SAMPLES = ("--metrics.sample_every_steps", "5", "--metrics.sample_len", "8")
@@ -130,6 +133,34 @@ def _flip_bits(agent: int, name: str) -> None:
             byte = file.read(1)[0]
             file.seek(HEAD_BYTES)
             file.write(bytes([byte ^ 1]))
+
+
+def shrunk(lab: Lab, *, lost: Sequence[int], left: int, stage: int = 1, then: str = "") -> Case:
+    """Ranks of four are lost and no spare works: the job continues with fewer ranks in the same processes.
+
+    `then` strikes after that.
+    """
+    fault = ",".join([*(f"kill:{rank}:{STRUCK_AT}" for rank in lost), "kill:0:0:spare@*", *filter(None, [then])])
+    words = (*ON, "--recover.on_loss", "shrink", "--engine.zero_stage", str(stage), *EVERY_STEP)
+    case, run = lab.case("recovery: shrink", stage=stage, ranks=4, fault=fault), lab.new_run("shrink")
+    with lab.start(run, *words, ranks=4, fault=fault) as job:
+        case.exit_codes.append(job.wait(limit_s=300))
+    if case.exit_codes != [[0] * 4]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    if f"The job continues with {left} of" not in job.text:
+        case.problems.append(f"the log does not say that {left} ranks are left")
+    unbroken = lab.unbroken("--engine.zero_stage", str(stage), *EVERY_STEP, ranks=4)
+    seen, wanted = (dict((one["step"], one["loss"]) for one in each.records("train")) for each in (run, unbroken))
+    worst = max(abs(seen.get(step, 0.0) / loss - 1) for step, loss in wanted.items())
+    case.figures["loss_difference"] = worst
+    if worst > 1e-6:
+        case.problems.append(f"a loss differs by {worst:.2g}, relative")
+    if any(seen.get(step) != loss for step, loss in wanted.items() if step < STRUCK_AT):
+        case.problems.append("a loss before the shrink differs")
+    if not memories_went_on(run, STRUCK_AT - 1):
+        case.problems.append("the memories after the shrink are not those from before")
+    _judge_events(case, run)
+    return lab.report(case)
 
 
 def storm(lab: Lab, *, kills: int, stage: int, ranks: int, steps: int = 0) -> Case:
@@ -302,4 +333,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
             yield partial(damaged, lab, stage=stage, both_copies=both_copies)
     for to_launcher in (False, True):
         yield partial(stopped, lab, to_launcher=to_launcher)
+    for stage in range(4):
+        yield partial(shrunk, lab, lost=[3], left=2, stage=stage)
+        yield partial(shrunk, lab, lost=[0, 1, 2], left=1, stage=stage)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")

@@ -25,6 +25,7 @@ from tests.chaos.recovery import (
     failed,
     locked,
     replaced,
+    shrunk,
     stopped,
     storm,
 )
@@ -202,6 +203,16 @@ def test_an_error_of_a_rank_itself_ends_the_job_on_all_ranks_as_that_error(lab: 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_no_other_job_gets_the_lock_while_ranks_are_replaced(lab: Lab, rank: int) -> None:
     assert_passed(locked(lab, f"kill:{rank}:10,slow:{1 - rank}:2:leave@2"))
+
+
+@pytest.mark.parametrize(
+    ("lost", "left", "stage"),
+    [([1], 2, 1), pytest.param([0, 2, 3], 1, 3, marks=pytest.mark.nightly)],
+)
+def test_a_job_whose_rank_cannot_be_replaced_continues_with_fewer(
+    lab: Lab, lost: list[int], left: int, stage: int
+) -> None:
+    assert_passed(shrunk(lab, lost=lost, left=left, stage=stage))
 
 
 @pytest.mark.nightly

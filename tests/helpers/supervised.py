@@ -13,6 +13,7 @@ import time
 import traceback
 
 from tests.helpers.forked import run_txl
+from txl_dist.cli.main import _train_arguments, agent_options
 from txl_dist.distributed.recovery.agent import SIGNALS, Agent
 from txl_dist.distributed.recovery.seat import SEAT, Seat
 
@@ -31,7 +32,8 @@ class Forked:
         return self._code
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         while self.poll() is None:
@@ -56,11 +58,7 @@ def run_supervised(*words: str) -> None:
             traceback.print_exc()
         os._exit(1)
 
-    def number(flag: str, default: float) -> float:
-        return float(words[words.index(flag) + 1]) if flag in words else default
-
-    silent_s, max_in_row = number("--recover.silent_s", 6.0), int(number("--recover.max_in_row", 3))
-    copies = words[words.index("--recover.copies") + 1] if "--recover.copies" in words else "node"
-    code = Agent(start, silent_s=silent_s, max_in_row=max_in_row, copies=copies).run()
+    options = agent_options(_train_arguments(list(words[1:])).settings)
+    code = Agent(start, options).run()
     sys.stdout.flush()
     os._exit(code)

@@ -42,11 +42,13 @@ from txl_dist.cli.typed_text import decode_texts
 from txl_dist.cli.tyro_events import Argument, list_arguments
 from txl_dist.config.foreign_names import find_command
 from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names
+from txl_dist.config.phases import max_ranks
 from txl_dist.config.registry import load_plugins
 from txl_dist.config.renamed import rename_variables, words_in_new_names
 from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_output, guard_streams
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.distributed.rank_environment import without_local_rank
+from txl_dist.distributed.recovery.seat import AgentOptions
 from txl_dist.errors import ConfigError, TxlError, missing_package
 from txl_dist.train.monitoring.preemption import launchers, parse_duration
 from txl_dist.train.run_dir import check_paths, finished_lines
@@ -104,7 +106,7 @@ def train(argv: Sequence[str]) -> int:
     if recover.spares:
         from txl_dist.distributed.recovery.spare import supervise
 
-        supervise(["train", *argv], silent_s=recover.silent_s, max_in_row=recover.max_in_row, copies=recover.copies)
+        supervise(["train", *argv], agent_options(arguments.settings))
     else:
         announce_ranks()
     from txl_dist.distributed.malloc import give_memory_back
@@ -129,6 +131,18 @@ def train(argv: Sequence[str]) -> int:
         traced = range(0)
     result = pretrain(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
     return result.exit_code
+
+
+def agent_options(settings: Config) -> AgentOptions:
+    """Return the options of the agents that replace lost ranks of a run with these settings."""
+    recover = settings.recover
+    return AgentOptions(
+        silent_s=recover.silent_s,
+        max_in_row=recover.max_in_row,
+        copies=recover.copies,
+        on_loss=recover.on_loss,
+        max_ranks=max_ranks(settings),
+    )
 
 
 def _check_paths(arguments: TrainArguments) -> None:

@@ -20,6 +20,7 @@ config of the whole run is saved and compared.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -114,6 +115,12 @@ def each_phase(config: Config) -> Iterator[tuple[range, Config]]:
         end = end_of_phase(config, step)
         yield range(step, end), at_step(config, step)
         step = end
+
+
+def max_ranks(config: Config) -> int:
+    """Return the largest number of ranks that all phases allow. Numbers of ranks that divide it are possible too."""
+    trains = [phase.train for _, phase in each_phase(config)] or [config.train]
+    return math.gcd(*(train.num_lanes // train.microbatch_lanes for train in trains))
 
 
 def saved_settings(config: Config) -> SavedSettings:

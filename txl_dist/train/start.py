@@ -135,15 +135,15 @@ def _pretrain_with_recovery(
     run_dir = Path(config.run.dir)
     with ExitStack() as process_stack:
         process_stack.callback(_remove_if_empty, run_dir)
-        process_stack.callback(member.close, run_dir)
-        is_rank0 = get_rank() == 0
-        stops = PreemptionRequests(
-            stop_file=run_dir / STOP if is_rank0 else None, max_time_s=max_time_s if is_rank0 else 0.0
-        )
+        process_stack.callback(member.close)
+        stops = PreemptionRequests()
         process_stack.callback(stops.close)
-        traced = StepProfile(profile if is_rank0 else range(0), folder=run_dir / PROFILE)
         while True:
             member.leave()
+            is_rank0 = get_rank() == 0  # ranks are numbered again if the job continues with fewer
+            if is_rank0:
+                stops.watch(stop_file=run_dir / STOP, max_time_s=max_time_s)
+            traced = StepProfile(profile if is_rank0 else range(0), folder=run_dir / PROFILE)
             with suppress(RegroupError), member.regrouping(), ExitStack() as stack:
                 with member.collecting():
                     ranks = stack.enter_context(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl_dist.config.load import Config, changed, config_from_dict, config_to_toml
-from txl_dist.config.phases import at_step, check_phases, each_phase, end_of_phase, whole
+from txl_dist.config.phases import at_step, check_phases, each_phase, end_of_phase, max_ranks, whole
 from txl_dist.errors import ConfigError
 
 TRAIN = {"num_lanes": 32, "segment_len": 64, "memory_len": 128, "microbatch_lanes": 16, "max_steps": 100}
@@ -40,6 +40,12 @@ def test_without_stages_a_config_is_its_own_whole_and_its_only_stage() -> None:
     assert at_step(config, 50) is config
     assert whole(config) == config
     assert list(each_phase(config)) == [(range(100), config)]
+
+
+def test_as_many_ranks_are_possible_as_the_phase_with_the_fewest_micro_batches_allows() -> None:
+    assert max_ranks(config_of()) == 2
+    assert max_ranks(config_of("until=0.5 num_lanes=48 segment_len=64 microbatch_lanes=8")) == 2
+    assert max_ranks(config_of("until=0.5 num_lanes=48 segment_len=64 microbatch_lanes=16")) == 1
 
 
 @given(steps=st.lists(st.integers(0, 120), min_size=1, max_size=4))

@@ -6,8 +6,9 @@ OPTIONS is a JSON object, which only `supervise` writes.
 import sys
 
 from txl_dist.distributed.recovery.agent import run_agent
+from txl_dist.distributed.recovery.seat import AgentOptions
 from txl_dist.io.files import parse_object
 
 if __name__ == "__main__":
-    options = parse_object(sys.argv[1])
-    sys.exit(run_agent(**options))
+    given = parse_object(sys.argv[1])
+    sys.exit(run_agent(given["words"], AgentOptions(**given["options"])))

@@ -31,8 +31,9 @@ from txl_dist.distributed.connection import Connection, Message
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.coordinator import Coordinator
 from txl_dist.distributed.recovery.partner import PartnerServer
-from txl_dist.distributed.recovery.seat import SEAT, Seat, node_name, place_variables
+from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
+from txl_dist.distributed.recovery.slot_file import SlotFile
 from txl_dist.distributed.recovery.spare_process import Child, SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.errors import HANG
@@ -61,22 +62,32 @@ Start = Callable[[Seat], Child]
 
 
 class Agent:
-    """Agent of one rank. `run` returns the exit code when the rank has ended."""
+    """Agent of one rank. `run` returns the exit code when the rank has ended.
 
-    def __init__(self, start: Start, *, silent_s: float, max_in_row: int, copies: str = "node") -> None:
-        """Make the seat and start the rank. `start` starts the process of a rank or of a spare.
+    An agent is idle while the job needs no rank of it. Its slots may still hold state that the job needs.
+    """
 
-        `silent_s`, `max_in_row` and `copies` are the settings of the section `recover`.
-        """
+    def __init__(self, start: Start, options: AgentOptions) -> None:
+        """Make the seat and start the rank. `start` starts the process of a rank or of a spare."""
         self._start = start
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._number = int(os.environ.get("RANK", "0"))
         self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         self._server = None
-        if self._rank == 0:
+        if self._number == 0:
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            self._server = CoordinatorServer(Coordinator(world_size, silent_s=silent_s, max_in_row=max_in_row))
-        self._partner_server = PartnerServer() if copies == "partner" else None
+            self._server = CoordinatorServer(
+                Coordinator(
+                    world_size,
+                    silent_s=options.silent_s,
+                    max_in_row=options.max_in_row,
+                    on_loss=options.on_loss,
+                    max_ranks=options.max_ranks,
+                )
+            )
+        self._partner_server = PartnerServer() if options.copies == "partner" else None
         self._seat = self._make_seat()
+        if self._partner_server is not None:
+            self._partner_server.offer([SlotFile(os.dup(slot)) for slot in self._seat.slots])
         self._page = StatusPage(self._seat.status)
         self._listener = _listen_at(self._seat.address)
         self._selector = selectors.DefaultSelector()
@@ -90,6 +101,7 @@ class Agent:
         self._closed_s: float | None = None
         """Time at which the connection of the rank ended."""
         self._is_leaving = False
+        self._is_idle = False
         self._plan: Message | None = None
         self._deadline_s: float | None = None
         """Time at which the rank is killed, because the job has ended."""
@@ -180,7 +192,10 @@ class Agent:
         """Act on one message of a process of this node."""
         kind = message["kind"]
         now_s = time.monotonic()
-        if kind == "rank":
+        if kind == "rank" and self._rank_link is not None:
+            self._selector.unregister(connection.peer)  # a second replacement, which ends without its agent
+            connection.peer.close()
+        elif kind == "rank":
             self._rank_link = connection
             self._closed_s = None
             self._begin_by_s = None
@@ -227,7 +242,7 @@ class Agent:
         if self._coordinator is None:
             return
         try:
-            self._coordinator.send({"key": self._key, "rank": self._rank, **message})
+            self._coordinator.send({"key": self._key, "agent": self._number, **message})
         except OSError:
             self._lose_coordinator()
 
@@ -247,6 +262,9 @@ class Agent:
             kind = message["kind"]
             if kind == "plan":
                 self._plan = message
+                self._is_idle = message["rank"] < 0
+                if self._is_idle:
+                    self._end_rank()
                 self._tell_rank(message)
             elif kind == "meet":
                 self._tell_rank(message)
@@ -259,6 +277,21 @@ class Agent:
                 self._signal(signal.SIGKILL)
             elif kind == "end":
                 self._end(message)
+
+    def _end_rank(self) -> None:
+        """Kill the process of the rank, because the job goes on without it. Its state is not needed, only its slots."""
+        self._signal(signal.SIGKILL)
+        if self._pid == self._child.pid:
+            self._child.wait()
+        self._pid = 0
+        self._exit_status = None
+        self._closed_s = None
+        self._begin_by_s = None
+        self._page.clear()
+        if self._lock:
+            with suppress(OSError):  # the new rank 0 locks the run directory
+                os.unlink(self._lock)
+            self._lock = ""
 
     def _lose_coordinator(self) -> None:
         """End the rank, because no one can replace it any more. At the end of a run the rank ends by itself."""
@@ -350,7 +383,7 @@ def _die_with_parent() -> Callable[[], Any]:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def run_agent(words: Sequence[str], *, silent_s: float, max_in_row: int, copies: str) -> int:
+def run_agent(words: Sequence[str], options: AgentOptions) -> int:
     """Run an agent whose rank is `txl words`, until the rank has ended. Returns the exit code."""
     command = [sys.executable, "-m", "txl_dist", *words]
 
@@ -359,4 +392,4 @@ def run_agent(words: Sequence[str], *, silent_s: float, max_in_row: int, copies:
         environment = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | os.environ | {SEAT: seat.to_json()}
         return subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent())
 
-    return Agent(start, silent_s=silent_s, max_in_row=max_in_row, copies=copies).run()
+    return Agent(start, options).run()

@@ -1,25 +1,33 @@
-"""The coordinator of recovery: hears the agents of all ranks, and decides which ranks are replaced and when they meet.
+"""The coordinator of recovery: hears all agents, and decides which ranks are replaced and when the ranks meet.
 
     agent -> coordinator    hello, status, died, unfilled, ready, stepped, left
-    coordinator -> agent    plan, replace, meet, kill, end
+    coordinator -> agent    welcome, plan, replace, meet, kill, end
 
     all run --a rank is lost--> plan g + 1 to all --every rank is ready--> meet --all made a step--> all run
 
-A generation is one membership of the job: the same rank numbers, held by certain processes. Each loss begins a new
+A generation is one membership of the job: ranks, each held by the process of one agent. Each loss begins a new
 generation, and a newer generation supersedes an unfinished one. Ranks only connect to each other after every rank has
 said that it is ready, so no rank waits for a process that does not exist.
 
-The job ends if a loss repeats itself, because the next attempt would fail too: a batch that kills its rank, or memory
-that is too small. It also ends after too many losses in a row, and if an agent is lost.
+A lost rank gets a process of the spare on its node. If that fails, or if its agent is lost too, an agent without a rank
+on another node takes the rank. If there is none, `recover.on_loss` decides:
+
+    stop      the job ends
+    wait      the generation stays open until the spare works again, or an agent connects in place of the lost one
+    shrink    the ranks are numbered again, the largest number of them that divides the lanes. Further agents are idle
+
+The job ends in any case if a loss repeats itself, because the next attempt would fail too: a batch that kills its rank,
+or memory that is too small. It also ends after too many losses in a row.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from txl_dist.console.formatting import counted
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.rank_environment import format_ranks
 from txl_dist.distributed.recovery.status import Status
@@ -29,6 +37,8 @@ READY_S = 30.0
 """Seconds that a survivor has, after a plan, to leave its generation. Then its process is killed and replaced."""
 REPLACED_S = 120.0
 """Seconds within which a replacement must be ready. A spare that has imported everything needs a fraction of one."""
+SAY_EVERY_S = 60.0
+"""Seconds between two lines about ranks that the job waits for."""
 PER_HOUR = 120
 """Largest number of recoveries within an hour."""
 _HOUR_S = 3600.0
@@ -73,18 +83,27 @@ class Loss(NamedTuple):
 
 
 @dataclass
-class _Rank:
-    """State of one rank in the coordinator."""
+class _Agent:
+    """State of one agent and of its rank in the coordinator."""
 
     host: str = ""
     node: str = ""
+    address: str = ""
+    """Network address of the agent's node, as the coordinator sees it."""
     seat: list[object] = field(default_factory=list)
     pid: int = 0
+    rank: int = -1
+    """Rank that the agent's process is, or -1 if the agent has no rank."""
     status: Status | None = None
     heard_s: float = 0.0
     """Time at which the status was received."""
+    is_connected: bool = True
     is_alive: bool = True
     """Whether the rank has a process."""
+    started_s: float = 0.0
+    """Time at which a replacement has connected to the agent."""
+    is_unfilled: bool = False
+    """Whether the rank has no process, and nobody is asked for one."""
     ready: int = 1
     """Generation for which the rank is ready to meet."""
     stepped: int = 0
@@ -95,82 +114,154 @@ class _Rank:
 
 
 class Coordinator:
-    """State machine of recovery. The caller delivers the messages in `outbox` after each call."""
+    """State machine of recovery. The caller delivers the messages in `outbox` after each call.
 
-    def __init__(self, world_size: int, *, silent_s: float, max_in_row: int) -> None:
+    Agents have the numbers that the launcher gave to their processes. At the start these are the ranks.
+    """
+
+    def __init__(
+        self, world_size: int, *, silent_s: float, max_in_row: int, on_loss: str = "stop", max_ranks: int = 1
+    ) -> None:
         """Start with no agent.
 
         `silent_s` is the number of seconds without a heartbeat after which a rank counts as frozen. The job ends after
-        more than `max_in_row` failed generations without a finished step between them.
+        more than `max_in_row` failed generations without a finished step between them. `on_loss` says what happens when
+        a rank cannot be replaced: stop, wait or shrink. A smaller number of ranks must divide `max_ranks`.
         """
         self.outbox: list[tuple[int, Message]] = []
-        """Messages to deliver: (rank whose agent gets the message, message)."""
+        """Messages to deliver: (number of the agent, message)."""
         self.lines: list[str] = []
         """Lines for people that the caller prints."""
+        self.dropped: list[int] = []
+        """Agents that count as lost, whose connections the caller closes."""
         self.generation = 1
         self.is_ended = False
         self._world_size = world_size
         self._silent_s = silent_s
         self._max_in_row = max_in_row
-        self._ranks: dict[int, _Rank] = {}
+        self._on_loss = on_loss
+        self._max_ranks = max_ranks
+        self._agents: dict[int, _Agent] = {}
         self._losses: list[Loss] = []  # since the last finished step
         self._num_failed = 0  # generations that lost a rank since the last finished step
         self._recent: deque[float] = deque()
         self._planned_s = 0.0
         self._began_s = 0.0  # time of the first loss since the last finished step
         self._has_met = True
+        self._is_complete = False  # whether all ranks have had an agent
         self._port = 0
+        self._say_s = 0.0  # time of the next line about ranks that the job waits for
 
-    def receive(self, rank: int, message: Message, now_s: float) -> None:
-        """Act on a message of the agent of `rank`. Raises KeyError, TypeError or ValueError for malformed messages."""
+    def receive(self, number: int, message: Message, now_s: float) -> None:
+        """Act on a message of an agent. Raises KeyError, TypeError or ValueError for malformed messages."""
         kind = message["kind"]
         if kind == "hello":
-            self._ranks[rank] = _Rank(message["host"], message["node"], message["seat"], message["pid"])
+            self._greet(number, message, now_s)
         elif kind == "status":
-            self._ranks[rank].status = Status(*message["status"])
-            self._ranks[rank].heard_s = now_s
+            self._agents[number].status = Status(*message["status"])
+            self._agents[number].heard_s = now_s
         elif kind == "started":
-            self._ranks[rank].pid = int(message["pid"])
+            self._start(self._agents[number], int(message["pid"]), now_s)
         elif kind == "died":
-            self._lose(rank, message, now_s)
+            self._lose(number, message, now_s)
         elif kind == "unfilled":
-            self._stay_unfilled(list(message["seat"]))
+            self._stay_unfilled(list(message["seat"]), now_s)
         elif kind == "ready":
-            self._become_ready(rank, message)
+            self._become_ready(number, message)
         elif kind == "stepped":
-            self._finish_step(rank, int(message["generation"]))
+            self._finish_step(number, int(message["generation"]))
         elif kind == "failed":
-            self._fail(rank, code=int(message["code"]), reason=str(message["reason"]))
+            self._fail(number, code=int(message["code"]), reason=str(message["reason"]))
         elif kind == "left":
-            self._leave(rank, int(message["code"]))
+            self._leave(number, int(message["code"]))
         else:
             raise ValueError(f"the message {kind!r} is unknown")
 
-    def lose_agent(self, rank: int) -> None:
-        """Act on the end of an agent. Its rank ends with it, so the job ends, unless the rank has left the job."""
-        if not self._ranks[rank].has_left:
-            self._end(f"the agent of rank {rank} on {self._ranks[rank].host} was lost, and its rank with it")
+    def lose_agent(self, number: int, now_s: float) -> None:
+        """Act on the end of an agent, and of its rank's process and slots with it."""
+        lost = self._agents[number]
+        if not lost.is_connected:
+            return
+        lost.is_connected = False
+        if lost.has_left or lost.rank < 0 or self.is_ended:
+            return
+        why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
+        if not self._is_complete:
+            return self._end(why)
+        status = lost.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
+        status = status._replace(silent_s=status.silent_s + now_s - lost.heard_s)
+        lost.is_unfilled = True
+        if self._note_loss(lost, "its agent was lost", status, now_s) is not None:
+            self._replace_elsewhere(why, now_s)
 
     def tick(self, now_s: float) -> None:
         """Find ranks that are frozen or hang, or that do not become ready. Call it a few times per second."""
-        if self.is_ended or len(self._ranks) < self._world_size:
+        if self.is_ended or not self._is_complete:
             return
         if not self._has_met:
             self._judge_regroup(now_s)
-        for rank, why in self._find_stuck(now_s).items():
-            self._kill(rank, why)
+        for number, why in self._find_stuck(now_s).items():
+            if now_s - self._agents[number].heard_s > self._silent_s:
+                self.lines.append(f"the agent of rank {self._agents[number].rank} was silent for {self._silent_s:g} s")
+                self.dropped.append(number)
+                self.lose_agent(number, now_s)
+            else:
+                self._kill(number, why)
 
-    def _lose(self, rank: int, message: Message, now_s: float) -> None:
+    @property
+    def _ranked(self) -> dict[int, _Agent]:
+        """Agents that have a rank, in the order of the ranks."""
+        ranked = [(number, one) for number, one in self._agents.items() if one.rank >= 0]
+        return dict(sorted(ranked, key=lambda entry: entry[1].rank))
+
+    def _greet(self, number: int, message: Message, now_s: float) -> None:
+        """Take an agent into the job: at the start, or later without a rank, or in place of a lost one."""
+        earlier = self._agents.get(number)
+        if earlier is not None and earlier.is_connected:
+            raise ValueError(f"agent {number} is already connected")
+        agent = _Agent(message["host"], message["node"], message["address"], message["seat"], message["pid"])
+        agent.heard_s = now_s
+        self._agents[number] = agent
+        if not self._is_complete and number < self._world_size:
+            agent.rank = number
+            self._is_complete = len(self._ranked) == self._world_size
+            return
+        agent.is_alive = False
+        self.outbox.append((number, {"kind": "welcome"}))
+        if earlier is not None and earlier.rank >= 0:
+            agent.rank = earlier.rank
+            agent.ready = 0
+            self.lines.append(f"the agent of rank {agent.rank} is back, on {agent.host}")
+            self._plan(now_s)
+            self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})
+        elif any(one.is_unfilled for one in self._ranked.values()):
+            self._replace_elsewhere("", now_s)
+
+    def _start(self, agent: _Agent, pid: int, now_s: float) -> None:
+        """Note that a rank has a process."""
+        agent.pid = pid
+        agent.is_alive = True
+        agent.is_unfilled = False
+        agent.started_s = now_s
+
+    def _lose(self, number: int, message: Message, now_s: float) -> None:
         """Begin a new generation without the process of a rank that died, or end the job."""
-        lost = self._ranks[rank]
+        lost = self._agents[number]
         cause = lost.kill or str(message["cause"])
-        status = Status(*message["status"])
-        loss = Loss(rank, lost.host, lost.pid, cause, status.step, status.phase, round(status.silent_s, 3))
+        loss = self._note_loss(lost, cause, Status(*message["status"]), now_s)
+        if loss is not None:
+            self.lines.append(f"{loss}. Its replacement continues in the same job")
+            self._plan(now_s)
+            self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
+
+    def _note_loss(self, lost: _Agent, cause: str, status: Status, now_s: float) -> Loss | None:
+        """Note that a rank has no process any more. Returns None if the job ends."""
+        loss = Loss(lost.rank, lost.host, lost.pid, cause, status.step, status.phase, round(status.silent_s, 3))
         lost.is_alive = False
         lost.kill = ""
         lost.status = None
         if self.is_ended:
-            return
+            return None
         if not self._losses:
             self._began_s = now_s
         repeated = any(loss.repeats(earlier) for earlier in self._losses)
@@ -180,110 +271,210 @@ class Coordinator:
         self._recent.append(now_s)
         while self._recent[0] < now_s - _HOUR_S:
             self._recent.popleft()
+        reason = ""
         if repeated:
-            return self._end(f"{loss}. The same happened before at this step, so a new attempt would fail too")
-        if self._num_failed > self._max_in_row or len(self._losses) > self._max_in_row * self._world_size:
-            return self._end(
+            reason = f"{loss}. The same happened before at this step, so a new attempt would fail too"
+        elif self._num_failed > self._max_in_row or len(self._losses) > self._max_in_row * self._world_size:
+            reason = (
                 f"{loss}. This is loss number {len(self._losses)} without a finished step between them "
                 f"(recover.max_in_row={self._max_in_row})"
             )
-        if len(self._recent) > PER_HOUR:
-            return self._end(f"{loss}. The job had more than {PER_HOUR} recoveries within an hour")
-        if len(self._ranks) < self._world_size:
-            return self._end(f"{loss}, before all ranks had started")
-        self.lines.append(f"{loss}. Its replacement continues in the same job")
-        self._plan(now_s)
-        self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
+        elif len(self._recent) > PER_HOUR:
+            reason = f"{loss}. The job had more than {PER_HOUR} recoveries within an hour"
+        elif not self._is_complete:
+            reason = f"{loss}, before all ranks had started"
+        if reason:
+            self._end(reason)
+            return None
+        return loss
 
-    def _stay_unfilled(self, seat: list[object]) -> None:
-        """End the job, because the spares of a node have failed and the rank with this seat gets no process."""
-        for rank, one in self._ranks.items():
-            if one.seat == seat and not one.is_alive:
-                self._end(f"rank {rank} on {one.host} cannot be replaced, because the spares there have failed")
+    def _stay_unfilled(self, seat: list[object], now_s: float) -> None:
+        """Act on the failure of the spares of a node: the rank with this seat gets no process there."""
+        for one in self._ranked.values():
+            if one.seat == seat and not one.is_alive and not self.is_ended:
+                one.is_unfilled = True
+                where = f"rank {one.rank} on {one.host}"
+                self._replace_elsewhere(f"{where} cannot be replaced, because the spares there have failed", now_s)
+
+    def _replace_elsewhere(self, why: str, now_s: float) -> None:
+        """Give the ranks without a process to agents without a rank on other nodes, or do what `on_loss` says.
+
+        `why` is a sentence about the rank that was lost last.
+        """
+        missing = {number: one for number, one in self._ranked.items() if one.is_unfilled}
+        free = [one for one in self._agents.values() if one.rank < 0 and one.is_connected and not one.is_unfilled]
+        failed_nodes = {one.node for one in missing.values()}
+        free = [one for one in free if one.node not in failed_nodes]
+        if len(free) >= len(missing):
+            self._move(list(missing.values()), free, now_s)
+        elif self._on_loss == "shrink" and (size := self._smaller_size()):
+            self._shrink(size, why, now_s)
+        elif self._on_loss == "wait":
+            self._say_s = now_s
+            if self._has_met:
+                self._plan(now_s)
+        else:
+            self._end(why)
+
+    def _move(self, missing: Sequence[_Agent], free: Sequence[_Agent], now_s: float) -> None:
+        """Give each missing rank to a free agent. There are enough of them."""
+        for lost, taker in zip(missing, free, strict=False):
+            self.lines.append(f"rank {lost.rank} on {lost.host} continues on {taker.host}")
+            taker.rank = lost.rank
+            taker.ready = 0
+            taker.is_alive = False
+            lost.rank = -1
+        self._plan(now_s)
+        for taker in free[: len(missing)]:
+            self._send_to_node(taker.node, {"kind": "replace", "seat": taker.seat})
+
+    def _smaller_size(self) -> int:
+        """Return the largest number of ranks that the agents with a process, or with a spare, allow. 0 if none."""
+        num_staying = sum(not one.is_unfilled for one in self._ranked.values())
+        return max((size for size in range(1, num_staying + 1) if self._max_ranks % size == 0), default=0)
+
+    def _shrink(self, size: int, why: str, now_s: float) -> None:
+        """Continue with `size` ranks. The ranks are numbered again in their order, and further agents become idle."""
+        before = self._world_size
+        staying = [one for one in self._ranked.values() if not one.is_unfilled]
+        for one in self._ranked.values():
+            one.rank = -1
+        for rank, one in enumerate(staying[:size]):
+            one.rank = rank
+        for one in staying[size:]:
+            one.is_alive = False
+            one.status = None
+        self._world_size = size
+        self.lines.append(f"{why}. The job continues with {size} of {counted(before, 'rank')}")
+        self._plan(now_s)
 
     def _plan(self, now_s: float) -> None:
-        """Send the next generation to all ranks."""
+        """Send the next generation to all agents."""
         self.generation += 1
         self._planned_s = now_s
         self._has_met = False
-        plan = {"kind": "plan", "generation": self.generation, "losses": self._losses, "began_s": self._began_s}
-        self._send_to_all(plan)
+        ranked = self._ranked
+        for number, one in self._agents.items():
+            neighbours = [other.rank for other in ranked.values() if other.node == one.node]
+            is_first = bool(neighbours) and one.rank == neighbours[0]
+            plan = {
+                "kind": "plan",
+                "generation": self.generation,
+                "losses": self._losses,
+                "began_s": self._began_s,
+                "rank": one.rank,
+                "world_size": len(ranked),
+                "local_rank": neighbours.index(one.rank) if one.rank >= 0 else -1,
+                "local_size": len(neighbours),
+                "host": self._host_of_rank0(),
+                "others": self._idle_seats(one.node) if is_first else [],
+            }
+            self.outbox.append((number, plan))
 
-    def _become_ready(self, rank: int, message: Message) -> None:
+    def _host_of_rank0(self) -> str:
+        """Return the network address of the node of rank 0. Empty for the node of the coordinator."""
+        rank0 = next(iter(self._ranked.values()))
+        return "" if rank0.node == self._agents[0].node else rank0.address
+
+    def _idle_seats(self, node: str) -> list[list[object]]:
+        """Return the seats on a node that hold no rank. Their slots may hold state of an earlier generation."""
+        return [one.seat for one in self._agents.values() if one.node == node and one.rank < 0 and one.is_connected]
+
+    def _become_ready(self, number: int, message: Message) -> None:
         """Note that a rank waits for the others. Once all ranks wait, tell them where to meet."""
-        generation = int(message["generation"])
-        self._ranks[rank].is_alive = True
-        self._ranks[rank].ready = generation
-        if rank == 0:
+        one = self._agents[number]
+        one.is_alive = True
+        one.ready = int(message["generation"])
+        if one.rank == 0:
             self._port = int(message["port"])
-        is_complete = all(one.ready == self.generation for one in self._ranks.values())
+        ranked = self._ranked
+        is_complete = all(other.ready == self.generation for other in ranked.values())
         if is_complete and not self._has_met and not self.is_ended:
             self._has_met = True
             self._send_to_all({"kind": "meet", "generation": self.generation, "port": self._port})
 
-    def _finish_step(self, rank: int, generation: int) -> None:
+    def _finish_step(self, number: int, generation: int) -> None:
         """Note that a rank has finished a step in a generation. A step of all ranks ends a row of losses."""
-        self._ranks[rank].stepped = generation
-        if all(one.stepped == self.generation for one in self._ranks.values()):
+        self._agents[number].stepped = generation
+        if all(one.stepped == self.generation for one in self._ranked.values()):
             self._losses.clear()
             self._num_failed = 0
 
-    def _leave(self, rank: int, code: int) -> None:
+    def _leave(self, number: int, code: int) -> None:
         """Note that the process of a rank has ended by itself. An error of its own ends the job."""
-        self._ranks[rank].has_left = True
+        self._agents[number].has_left = True
         if code:
-            self._fail(rank, code=code, reason=f"exit code {code}")
+            self._fail(number, code=code, reason=f"exit code {code}")
+        elif all(one.has_left for one in self._ranked.values()) and not self.is_ended:
+            self.is_ended = True
+            idle = [other for other, one in self._agents.items() if one.rank < 0]
+            self.outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
 
-    def _fail(self, rank: int, *, code: int, reason: str) -> None:
+    def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
         if not self.is_ended:
             self.is_ended = True
-            reason = f"rank {rank} on {self._ranks[rank].host} failed: {reason}"
+            one = self._agents[number]
+            reason = f"rank {one.rank} on {one.host} failed: {reason}"
             self._send_to_all({"kind": "end", "code": code, "reason": reason})
 
     def _judge_regroup(self, now_s: float) -> None:
-        """Kill survivors that do not leave their generation in time. End the job if a replacement is missing."""
+        """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long.
+
+        While the job waits for ranks, say so every minute and ask again.
+        """
         waited_s = now_s - self._planned_s
-        late = [rank for rank, one in self._ranks.items() if one.ready < self.generation]
-        absent = [rank for rank in late if not self._ranks[rank].is_alive]
+        late = {number: one for number, one in self._ranked.items() if one.ready < self.generation}
+        absent = [one for one in late.values() if not one.is_alive and not one.is_unfilled]
         if waited_s > REPLACED_S and absent:
-            self._end(f"no replacement for {format_ranks(absent)} was ready within {REPLACED_S:g} s")
-        elif waited_s > READY_S:
-            for rank in late:
-                if self._ranks[rank].is_alive:
-                    self._kill(rank, f"did not leave generation {self._ranks[rank].ready} within {READY_S:g} s")
+            for one in absent:
+                one.is_unfilled = True
+            names = format_ranks([one.rank for one in absent])
+            self._replace_elsewhere(f"no replacement for {names} was ready within {REPLACED_S:g} s", now_s)
+        for number, one in late.items():
+            if one.is_alive and now_s - max(self._planned_s, one.started_s) > READY_S:
+                self._kill(number, f"did not leave generation {one.ready} within {READY_S:g} s")
+        unfilled = [one for one in self._ranked.values() if one.is_unfilled]
+        if unfilled and now_s >= self._say_s and not self.is_ended:
+            self._say_s = now_s + SAY_EVERY_S
+            where = ", ".join(f"rank {one.rank} on {one.host}" for one in unfilled)
+            minutes = f"{waited_s / 60:.0f} min"
+            self.lines.append(f"the job waits for {where}, for {minutes} so far. Start its agent again, or end the job")
+            for one in unfilled:
+                if one.is_connected:
+                    self._send_to_node(one.node, {"kind": "replace", "seat": one.seat})
 
     def _find_stuck(self, now_s: float) -> dict[int, str]:
-        """Return ranks that are frozen or hang, each with the reason to kill it.
+        """Return agents whose ranks are frozen or hang, each with the reason to kill the rank's process.
 
         A silent rank counts as frozen only if another rank makes no progress either. A slow machine is not a frozen
         rank. Ranks in an unfinished generation are judged by `_judge_regroup`, but frozen ranks are found here too.
         """
         statuses = {}
-        for rank, one in self._ranks.items():
+        for number, one in self._ranked.items():
             if one.status is not None and one.status.limit_s and one.is_alive and not one.has_left:
                 late_s = now_s - one.heard_s
                 status = one.status
-                statuses[rank] = status._replace(silent_s=status.silent_s + late_s, idle_s=status.idle_s + late_s)
+                statuses[number] = status._replace(silent_s=status.silent_s + late_s, idle_s=status.idle_s + late_s)
         frozen = {}
-        for rank, status in statuses.items():
-            others = [other.idle_s for number, other in statuses.items() if number != rank]
+        for number, status in statuses.items():
+            others = [other.idle_s for another, other in statuses.items() if another != number]
             is_missed = not others or max(others) > self._silent_s / 2
             if status.silent_s > self._silent_s and is_missed:
-                frozen[rank] = f"frozen: no heartbeat for {status.silent_s:.1f} s"
-        is_killing = any(one.kill for one in self._ranks.values())
+                frozen[number] = f"frozen: no heartbeat for {status.silent_s:.1f} s"
+        is_killing = any(one.kill for one in self._agents.values())
         if frozen or is_killing or not self._has_met:
             return frozen
         if not any(status.idle_s > status.limit_s for status in statuses.values()):
             return {}
-        idle = {rank: status for rank, status in statuses.items() if status.idle_s > status.limit_s / 2}
-        return {rank: f"hung: no progress for {idle[rank].idle_s:.0f} s" for rank in ranks_waited_for(idle)}
+        idle = {number: status for number, status in statuses.items() if status.idle_s > status.limit_s / 2}
+        return {number: f"hung: no progress for {idle[number].idle_s:.0f} s" for number in ranks_waited_for(idle)}
 
-    def _kill(self, rank: int, why: str) -> None:
-        """Order the agent of a rank to kill the rank's process, once."""
-        if not self._ranks[rank].kill:
-            self._ranks[rank].kill = why
-            self.outbox.append((rank, {"kind": "kill", "dump": why.startswith("hung")}))
+    def _kill(self, number: int, why: str) -> None:
+        """Order an agent to kill its rank's process, once."""
+        if not self._agents[number].kill:
+            self._agents[number].kill = why
+            self.outbox.append((number, {"kind": "kill", "dump": why.startswith("hung")}))
 
     def _end(self, reason: str) -> None:
         """End the job, and print the reason."""
@@ -293,12 +484,12 @@ class Coordinator:
             self._send_to_all({"kind": "end", "code": HANG, "reason": reason})
 
     def _send_to_all(self, message: Message) -> None:
-        for rank in self._ranks:
-            self.outbox.append((rank, message))
+        for number in self._agents:
+            self.outbox.append((number, message))
 
     def _send_to_node(self, node: str, message: Message) -> None:
         """Send a message to the first agent of a node, which has the spare."""
-        first = min(rank for rank, one in self._ranks.items() if one.node == node)
+        first = min(number for number, one in self._agents.items() if one.node == node and one.is_connected)
         self.outbox.append((first, message))
 
 

@@ -82,7 +82,12 @@ class PartnerServer:
         self.port: int = self._listener.getsockname()[1]
         self._shelves: dict[int, _Shelf] = {}
         self._lock = threading.Lock()
+        self._offered: list[SlotFile] = []
         threading.Thread(target=self._accept, name="partner copies", daemon=True).start()
+
+    def offer(self, slots: Sequence[SlotFile]) -> None:
+        """Let ranks fetch from these slots too. They are those of the agent's own rank."""
+        self._offered = list(slots)
 
     def close(self) -> None:
         """Accept no more connections. The memory is released when the process ends."""
@@ -131,7 +136,7 @@ class PartnerServer:
 
     def _get(self, peer: socket.socket, version: Version) -> None:
         """Send a version, or say that it is not here."""
-        for slot in self._slots():
+        for slot in (*self._slots(), *self._offered):
             if slot.head.version == version:
                 peer.sendall(_REPLY.pack(0))
                 _send_slot(peer, slot)

@@ -59,6 +59,21 @@ def node_name() -> str:
     return os.environ.get(NODE) or f"{process.host} {process.place}"
 
 
+class AgentOptions(NamedTuple):
+    """Settings of an agent. JSON stores them as an object."""
+
+    silent_s: float
+    """Setting `recover.silent_s`."""
+    max_in_row: int
+    """Setting `recover.max_in_row`."""
+    copies: str = "node"
+    """Setting `recover.copies`."""
+    on_loss: str = "stop"
+    """Setting `recover.on_loss`."""
+    max_ranks: int = 1
+    """Largest possible number of ranks. Each smaller number of ranks must divide it."""
+
+
 def read_seat(environment: Mapping[str, str]) -> Seat | None:
     """Return the seat that an agent has set in this environment, or None without an agent."""
     text = environment.get(SEAT)

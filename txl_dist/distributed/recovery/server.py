@@ -1,4 +1,4 @@
-"""The sockets of the coordinator: a thread in the agent of rank 0, to which the agents of all ranks connect.
+"""The sockets of the coordinator: a thread in the agent of rank 0, to which all agents connect.
 
 Each line that an agent sends carries a random key, which rank 0 shares over the process group. A connection with
 another key is dropped.
@@ -31,7 +31,7 @@ class CoordinatorServer:
         self.port: int = self._server.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
-        self._ranks: dict[Connection, int] = {}
+        self._agents: dict[Connection, int] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
@@ -39,7 +39,7 @@ class CoordinatorServer:
     def close(self, *, grace_s: float) -> None:
         """End the thread after all agents have disconnected, or after `grace_s` seconds."""
         end_s = time.monotonic() + grace_s
-        while any(rank >= 0 for rank in list(self._ranks.values())) and time.monotonic() < end_s:
+        while any(number >= 0 for number in list(self._agents.values())) and time.monotonic() < end_s:
             time.sleep(0.02)
         self._closing.set()
         self._thread.join(1.0)
@@ -58,7 +58,7 @@ class CoordinatorServer:
         with suppress(OSError):  # the peer is gone already, or there is no descriptor left
             peer, _ = self._server.accept()
             connection = Connection(peer)
-            self._ranks[connection] = -1
+            self._agents[connection] = -1
             self._selector.register(peer, selectors.EVENT_READ, connection)
 
     def _hear(self, connection: Connection) -> None:
@@ -67,17 +67,21 @@ class CoordinatorServer:
             for message in connection.receive():
                 if message.get("key") != self.key:
                     raise ValueError("another key")
-                rank = self._ranks[connection] = int(message["rank"])
-                self._coordinator.receive(rank, message, time.monotonic())
+                number = int(message["agent"])
+                if message["kind"] != "hello" and number != self._agents[connection]:
+                    raise ValueError("another agent")
+                address = connection.peer.getpeername()[0].removeprefix("::ffff:")  # IPv4 at a socket of IPv6
+                self._coordinator.receive(number, {"address": address, **message}, time.monotonic())
+                self._agents[connection] = number
         except (OSError, ValueError, TypeError, KeyError):
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.peer)
         connection.peer.close()
-        rank = self._ranks.pop(connection)
-        if rank >= 0:
-            self._coordinator.lose_agent(rank)
+        number = self._agents.pop(connection)
+        if number >= 0:
+            self._coordinator.lose_agent(number, time.monotonic())
 
     def _deliver(self) -> None:
         """Print the coordinator's lines, and send its messages. An agent that cannot be reached is lost."""
@@ -86,9 +90,15 @@ class CoordinatorServer:
                 echo(f"txl: recovery: {line}", to=sys.stderr, flush=True)
         self._coordinator.lines.clear()
         while self._coordinator.outbox:
-            rank, message = self._coordinator.outbox.pop(0)
-            for connection in [peer for peer, number in self._ranks.items() if number == rank]:
+            number, message = self._coordinator.outbox.pop(0)
+            for connection in self._connections_of(number):
                 try:
                     connection.send(message)
                 except OSError:
                     self._drop(connection)
+        while self._coordinator.dropped:
+            for connection in self._connections_of(self._coordinator.dropped.pop(0)):
+                self._drop(connection)
+
+    def _connections_of(self, number: int) -> list[Connection]:
+        return [connection for connection, agent in self._agents.items() if agent == number]

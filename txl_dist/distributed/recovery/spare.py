@@ -20,22 +20,20 @@ from contextlib import suppress
 
 from txl_dist.distributed.connection import Connection
 from txl_dist.distributed.recovery.agent import SIGNALS, connect_to
-from txl_dist.distributed.recovery.seat import SEAT, Seat, read_seat, seat_of, take_seat
+from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, read_seat, seat_of, take_seat
+from txl_dist.fault_injection import failpoint
 
 _POLL_S = 0.05
 
 
-def supervise(words: Sequence[str], *, silent_s: float, max_in_row: int, copies: str) -> None:
-    """Replace this process by an agent that runs `txl words`. Returns at once in a process that an agent has started.
-
-    `silent_s`, `max_in_row` and `copies` are the settings of the section `recover`.
-    """
+def supervise(words: Sequence[str], options: AgentOptions) -> None:
+    """Replace this process by an agent that runs `txl words`. Returns in a process that an agent has started."""
     if SEAT in os.environ:
         return
-    options = json.dumps({"words": list(words), "silent_s": silent_s, "max_in_row": max_in_row, "copies": copies})
+    given = json.dumps({"words": list(words), "options": options._asdict()})
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "txl_dist.distributed.recovery", options])
+    os.execv(sys.executable, [sys.executable, "-m", "txl_dist.distributed.recovery", given])
 
 
 def is_spare(environment: Mapping[str, str]) -> bool:
@@ -51,6 +49,7 @@ def serve_replacements() -> None:
     """
     seat = read_seat(os.environ)
     assert seat is not None
+    failpoint("spare", step=0)
     for number in SIGNALS:  # they are meant for ranks
         signal.signal(number, signal.SIG_IGN)
     gc.collect()

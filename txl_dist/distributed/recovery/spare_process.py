@@ -75,7 +75,9 @@ class SpareProcess:
             self._due_s = now_s + START_S
 
     def request(self, seat: list[object], now_s: float) -> None:
-        """Ask for a replacement with this seat."""
+        """Ask for a replacement with this seat. A request that is still open is not repeated."""
+        if seat in self._requests:
+            return
         if not self._requests and self._child is None:
             self._num_failed = 0  # earlier spares have failed, and this is a new request
         self._requests.append(seat)

@@ -92,6 +92,7 @@ class InJobRecovery(Recovery):
             share=share,
             rank=ranks.rank,
             world_size=ranks.world_size,
+            others=member.others,
             partner=partner,
             copy=_copy_for(ranks.device, member),
         )

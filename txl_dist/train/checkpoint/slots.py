@@ -17,14 +17,18 @@ a rank keeps its own copy of the last version that was sent, because a lost node
 
 Versions have serial numbers of their own, because a run that rewinds makes a step twice. A version stays valid until
 a later version is stored by all ranks.
+
+A job that has lost ranks for good continues with fewer. It reads the version that all earlier ranks have stored: any
+range of the weights, and the memories in the order of the lanes.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -94,9 +98,9 @@ class _Layout(NamedTuple):
 class _Slot(SlotFile):
     """One slot of this rank, or of another rank of its node."""
 
-    def __init__(self, path: str, *, copy: SlotCopy | None = None) -> None:
-        """Open the file at this path. Without `copy` the slot is only read."""
-        super().__init__(path)
+    def __init__(self, file: int | str, *, copy: SlotCopy | None = None) -> None:
+        """Open the file, which is a path or a descriptor. Without `copy` the slot is only read."""
+        super().__init__(file)
         self._copy = copy or SlotCopy()
         self._targets: list[Tensor] = []
         self._layout: _Layout | None = None
@@ -190,17 +194,20 @@ class StateSlots:
         share: Share,
         rank: int,
         world_size: int,
+        others: Sequence[str] = (),
         partner: Partner | None = None,
         copy: SlotCopy | None = None,
     ) -> None:
         """Open the slots at these paths. `share` is the part of each parameter that this rank stores.
 
-        `partner` keeps copies on another node. `copy` copies values from the device into a slot. Without it the device
-        is the CPU.
+        `rank` and `world_size` are those of the present job. `others` are slots of this node whose ranks are no part of
+        the job any more. One rank of the node gets them. `partner` keeps copies on another node. `copy` copies values
+        from the device into a slot. Without it the device is the CPU.
         """
-        self._paths = list(paths)
+        self._paths = [*paths, *others]
         self._copy = copy or SlotCopy()
         self._slots = [_Slot(path, copy=self._copy) for path in paths]
+        self._others = [_Slot(path) for path in others]
         self._num_used = 3 if partner is not None and partner.every > 1 else 2
         self._share = share
         self._rank = rank
@@ -275,38 +282,39 @@ class StateSlots:
     def newest_common(self) -> StoredState | None:
         """Return the newest version that exists undamaged for all ranks, or None if there is none.
 
-        A rank that has lost its version, or whose version is damaged, fetches it from its partner. All ranks call it
-        together.
+        A rank that has lost its version, or whose version is damaged, fetches it from its partner. The version may be
+        of another number of ranks. All ranks call this method together.
         """
-        own = [slot.head.version for slot in self._slots]
+        own = [slot.head.version for slot in (*self._slots, *self._others)]
         kept = self._partner.versions() if self._partner is not None else []
         by_rank = gather_objects(own + kept)
         everywhere = {version for versions in by_rank for version in versions}
-        above_all = max(version.serial for version in everywhere) + 1
-        self._next = above_all  # a number that exists nowhere
-        ranks = range(self._world_size)
-        for serial in sorted({version.serial for version in everywhere} - {0}, reverse=True):
-            wanted = [Version(serial, self._world_size, rank) for rank in ranks]
-            if everywhere.issuperset(wanted):
-                keepers = [rank for rank in ranks if wanted[self._rank] in by_rank[rank]]
-                slot = self._find(wanted[self._rank], keepers)
-                if all(gather_objects(slot is not None)):
-                    assert slot is not None
-                    self._newest = serial
-                    return self._read(slot)
+        self._next = max(version.serial for version in everywhere) + 1  # a number that exists nowhere
+        for serial, world_size in _complete(everywhere):
+            if world_size == self._world_size:
+                slot = self._find(Version(serial, world_size, self._rank), by_rank)
+                slots = None if slot is None else [slot]
+            else:
+                slots = self._find_all(serial, world_size, by_rank)
+            if all(gather_objects(slots is not None)):
+                assert slots is not None
+                self._newest = serial
+                if world_size == self._world_size:
+                    return self._read(slots[0])
+                return self._read_part(slots)
         return None
 
     def close(self) -> None:
         """Close the slots of this rank, and the connection to the partner."""
         self._thread.shutdown()
-        for slot in self._slots:
+        for slot in (*self._slots, *self._others):
             slot.close()
         if self._partner is not None:
             self._partner.close()
 
-    def _find(self, version: Version, keepers: Sequence[int]) -> _Slot | None:
+    def _find(self, version: Version, by_rank: Sequence[Sequence[Version]]) -> _Slot | None:
         """Return the slot of this rank with an undamaged version, which other agents may have to send. Otherwise return
-        None. `keepers` are the ranks whose agents have the version."""
+        None. `by_rank` are the versions that the agent of each rank has."""
         for slot in self._slots:
             if slot.head.version == version and slot.is_whole():
                 return slot
@@ -314,10 +322,63 @@ class StateSlots:
             return None
         damaged = [slot for slot in self._slots if slot.head.version == version]
         slot = slot_to_replace(damaged or self._slots, kept=set())
-        for keeper in keepers:
-            if keeper != self._rank and self._partner.fetch(version, keeper, slot):
+        for keeper, versions in enumerate(by_rank):
+            if keeper != self._rank and version in versions and self._partner.fetch(version, keeper, slot):
                 return slot
         return None
+
+    def _find_all(self, serial: int, world_size: int, by_rank: Sequence[Sequence[Version]]) -> list[_Slot] | None:
+        """Return slots with the parts of all ranks of a version, in their order, or None if a part is missing.
+
+        The slots are opened for reading. All ranks call this method together.
+        """
+        mine = []
+        for slot, path in zip((*self._slots, *self._others), self._paths, strict=True):
+            version = slot.head.version
+            if version[:2] == (serial, world_size) and slot.is_whole():
+                mine.append((node_name(), version.rank, path))
+        paths = {}
+        for found in gather_objects(mine):
+            paths.update({rank: path for node, rank, path in found if node == node_name()})
+        slots: list[_Slot] = []
+        for rank in range(world_size):
+            whole = _Slot(paths[rank]) if rank in paths else self._fetch(Version(serial, world_size, rank), by_rank)
+            if whole is None:
+                break
+            slots.append(whole)
+        if len(slots) == world_size:
+            return slots
+        for slot in slots:
+            slot.close()
+        return None
+
+    def _fetch(self, version: Version, by_rank: Sequence[Sequence[Version]]) -> _Slot | None:
+        """Fetch a version of any rank into memory of this process. Returns None if no agent sends it."""
+        if self._partner is None:
+            return None
+        slot = _Slot(os.memfd_create("txl_fetched", os.MFD_CLOEXEC))
+        for keeper, versions in enumerate(by_rank):
+            if version in versions and self._partner.fetch(version, keeper, slot):
+                return slot
+        slot.close()
+        return None
+
+    def _read_part(self, slots: Sequence[_Slot]) -> StoredState:
+        """Read this rank's part of a version of another number of ranks. Closes the slots."""
+        contents = [slot.read() for slot in slots]
+        for slot in slots:
+            slot.close()
+        memories: list[Memory] = []
+        counts: dict[str, float] = {}
+        for values, table, facts in contents:
+            memories += _read_memories(values, [_MemoryTensor(*tensor) for tensor in table["memories"]])
+            counts |= facts["counts"]
+        begin = self._rank * len(memories) // self._world_size
+        end = (self._rank + 1) * len(memories) // self._world_size
+        parts = [(values, [_Piece(*piece) for piece in table["pieces"]]) for values, table, _ in contents]
+        facts = contents[0][2]
+        stream = StreamState.from_dict(facts["stream"])
+        return StoredState(facts["step"], stream, facts, SlotSource(parts, counts), tuple(memories[begin:end]))
 
     def _read(self, slot: _Slot) -> StoredState:
         """Read the version in a slot, and send it to the partner again. All ranks call this method together."""
@@ -370,6 +431,8 @@ class SlotSource(Source):
                     kinds.append(piece.kind)
                 stored = _view(values, piece.offset, [piece.length], torch.float32)
                 self._pieces.setdefault((piece.parameter, piece.kind), []).append((piece, stored))
+        for stored_pieces in self._pieces.values():
+            stored_pieces.sort(key=lambda entry: entry[0].start)
 
     @override
     def kinds_of(self, parameter: str) -> list[str]:
@@ -378,23 +441,31 @@ class SlotSource(Source):
     @override
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
         values = torch.empty(length)
-        num_read = 0
+        first = start
         for piece, stored in self._pieces.get((parameter, kind), []):
-            first = max(piece.start, start)
             stop = min(piece.start + piece.length, start + length)
-            if first < stop:
+            if piece.start <= first < stop:  # nodes may store shares that overlap
                 values[first - start : stop - start] = stored[first - piece.start : stop - piece.start]
-                num_read += stop - first
-        if num_read != length:
+                first = stop
+        if first != start + length:
             raise CheckpointError(
-                f"the copies in memory have {num_read} of {length} values of {parameter} ({kind}), from value {start} "
-                "on. The same command continues from the last checkpoint."
+                f"the copies in memory have {first - start} of {length} values of {parameter} ({kind}), from value "
+                f"{start} on. The same command continues from the last checkpoint."
             )
         return values
 
     @override
     def step_of(self, parameter: str) -> float:
         return self._counts[parameter]
+
+
+def _complete(versions: Iterable[Version]) -> list[tuple[int, int]]:
+    """Return (serial number, number of ranks) of each version of which the parts of all ranks exist, newest first."""
+    ranks: dict[tuple[int, int], set[int]] = {}
+    for version in versions:
+        if version.serial:
+            ranks.setdefault((version.serial, version.world_size), set()).add(version.rank)
+    return sorted((key for key, parts in ranks.items() if len(parts) == key[1]), reverse=True)
 
 
 def _lay_out(fragments: Sequence[Fragment], memories: Sequence[Memory], share: Share) -> tuple[_Layout, list[Tensor]]:

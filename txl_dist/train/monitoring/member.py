@@ -30,14 +30,14 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from txl_dist.artifacts import LOCK, STACKS
+from txl_dist.artifacts import LOCK
 from txl_dist.console.logging import note_in_file
-from txl_dist.distributed.collectives import broadcast_object, is_waiting, uses_gpu
+from txl_dist.distributed.collectives import broadcast_object, get_rank, is_waiting, uses_gpu
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.recovery.agent import connect_to
 from txl_dist.distributed.recovery.coordinator import Loss
 from txl_dist.distributed.recovery.partner import PartnerAddress
-from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat
+from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat, seat_of
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
 from txl_dist.fault_injection import failpoint
@@ -130,11 +130,12 @@ class Member:
         self.recovered: Message | None = None
         """Plan of the last recovery, until its first step is reported. None without a recovery."""
         self._seat = seat
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._master_address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._main = threading.get_ident()
         self._page = StatusPage(seat.path_of(seat.status))
         self._step = 0
         self._stacks_fd = 2
+        self._stacks: Path | None = None
         self._plan: Message = {"generation": 1}
         self._meeting: Message = {"generation": 1}
         self._met_s = 0.0
@@ -162,6 +163,12 @@ class Member:
         return [self._seat.path_of(slot) for slot in self._seat.slots]
 
     @property
+    def others(self) -> list[str]:
+        """Paths of slots on this node whose ranks are no part of the job any more. One rank of the node gets them."""
+        seats = [seat_of(seat) for seat in self._plan.get("others", [])]
+        return [seat.path_of(slot) for seat in seats for slot in seat.slots]
+
+    @property
     def partner_address(self) -> PartnerAddress | None:
         """Address of the server in this rank's agent that keeps copies for other nodes, or None if there is none."""
         if not self._seat.partner:
@@ -181,9 +188,10 @@ class Member:
 
     def write_stacks_to(self, folder: Path | None) -> None:
         """Write stack traces to a file in this folder when the agent ends a rank that hangs."""
-        if folder is not None and self._stacks_fd == 2:
+        if folder is not None and self._stacks is None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._stacks_fd = open_to_append(folder / f"rank_{self._rank:05d}.txt")
+            self._stacks = folder / f"rank_{get_rank():05d}.txt"
+            self._stacks_fd = open_to_append(self._stacks)
         faulthandler.enable(file=self._stacks_fd, all_threads=True)
 
     def lock(self, run_dir: Path) -> RunLock:
@@ -197,21 +205,22 @@ class Member:
             self._tell({"kind": "lock", "path": str((run_dir / LOCK).resolve())})
         return self._lock
 
-    def close(self, run_dir: Path) -> None:
+    def close(self) -> None:
         """Announce that this process ends by itself, and that it must not be replaced. Release the lock."""
         self._tell({"kind": "leaving"})
         if self._lock is not None:
             self._lock.release()
         faulthandler.enable(file=2)
+        if self._stacks is None:
+            return
         with suppress(OSError):  # files of other ranks may be in the folder
-            stacks = run_dir / STACKS / f"rank_{self._rank:05d}.txt"
-            if stacks.stat().st_size == 0:
-                stacks.unlink()
-            stacks.parent.rmdir()
+            if self._stacks.stat().st_size == 0:
+                self._stacks.unlink()
+            self._stacks.parent.rmdir()
 
     def share_coordinator(self) -> None:
         """Give all agents the address of the coordinator, in the first generation. All ranks call it together."""
-        port, key = broadcast_object(self._seat.coordinator if self._rank == 0 else ["", ""])
+        port, key = broadcast_object(self._seat.coordinator if get_rank() == 0 else ["", ""])
         self._tell({"kind": "coordinator", "host": _meeting_host(), "port": int(port), "key": key})
 
     def open_store(self) -> Store | None:
@@ -303,7 +312,7 @@ class Member:
                 os.kill(os.getpid(), signal.SIGKILL)  # the agent replaces this process
             self._cut = new_cut()
             port = 0
-            if self._rank == 0:
+            if get_rank() == 0:
                 with self._cut.collecting():
                     self._store = TCPStore(_meeting_host(), 0, is_master=True, wait_for_workers=False)
                 port = self._store.port
@@ -348,6 +357,11 @@ class Member:
             self.recovered = dict(self._plan)
             self.generation = int(self._plan["generation"])
         os.environ[GENERATION] = str(self.generation)
+        for name in ("rank", "world_size", "local_rank", "local_size"):
+            os.environ[name.upper()] = str(self.recovered[name])
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]
+        os.environ["MASTER_ADDR"] = self.recovered["host"] or self._master_address
         self.beat("leave")
 
     def _wait_for_plan(self) -> None:

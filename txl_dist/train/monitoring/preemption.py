@@ -43,7 +43,7 @@ class PreemptionRequests:
     """Monitor of requests to stop this process. The main thread creates this object and reads `reason`.
 
     `stop_file` is a file in the run directory. `max_time_s` is the largest age of this process in seconds, and 0 means
-    no limit. Only rank 0 uses these two arguments.
+    no limit. Only rank 0 uses these two arguments, or `watch` if it becomes rank 0 later.
     """
 
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
@@ -62,6 +62,11 @@ class PreemptionRequests:
         for number in SIGNALS:
             self._restore.callback(signal.signal, number, signal.signal(number, self._record_signal))
         self._restore.callback(_Acknowledgement().close)
+
+    def watch(self, *, stop_file: Path, max_time_s: float) -> None:
+        """Watch a file and the age of this process too, because this process is rank 0."""
+        self._stop_file = stop_file
+        self._max_time_s = max_time_s
 
     @property
     def reason(self) -> str:

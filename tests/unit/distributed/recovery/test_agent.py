@@ -16,12 +16,12 @@ import pytest
 AGENT = """
 import os, subprocess, sys
 from txl_dist.distributed.recovery.agent import Agent
-from txl_dist.distributed.recovery.seat import SEAT
+from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
 
 def start(seat):
     return subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | {SEAT: seat.to_json()})
 
-sys.exit(Agent(start, silent_s=1.0, max_in_row=int(sys.argv[2])).run())
+sys.exit(Agent(start, AgentOptions(1.0, int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4)).run())
 """
 RANK = """
 import json, os, sys, threading, time
@@ -94,7 +94,7 @@ while True:
 class Agents:
     """Two agents on this machine, and what their ranks have noted."""
 
-    def __init__(self, folder: Path, *, max_in_row: int = 3, num_bad_spares: int = 0) -> None:
+    def __init__(self, folder: Path, *, max_in_row: int = 3, on_loss: str = "stop", num_bad_spares: int = 0) -> None:
         self.folder = folder
         agent, rank = folder / "agent.py", folder / "rank.py"
         agent.write_text(AGENT, encoding="utf-8")
@@ -103,7 +103,7 @@ class Agents:
         for number in range(2):
             place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "FOLDER": str(folder)}
             place["NUM_BAD_SPARES"] = str(num_bad_spares)
-            words = [sys.executable, str(agent), str(rank), str(max_in_row)]
+            words = [sys.executable, str(agent), str(rank), str(max_in_row), on_loss]
             self.agents.append(subprocess.Popen(words, env=os.environ | place, stderr=subprocess.PIPE, text=True))
 
     def notes(self, rank: int | str) -> list[str]:
@@ -203,7 +203,9 @@ def test_a_rank_that_dies_before_the_job_is_complete_is_not_replaced(tmp_path: P
     agent.write_text(AGENT, encoding="utf-8")
     rank.write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    code = subprocess.run([sys.executable, str(agent), str(rank), "3"], env=os.environ | place, check=False).returncode
+    code = subprocess.run(
+        [sys.executable, str(agent), str(rank), "3", "stop"], env=os.environ | place, check=False
+    ).returncode
     assert code == 128 + signal.SIGKILL
 
 
@@ -213,7 +215,7 @@ def test_the_exit_code_of_a_rank_is_that_of_its_agent(tmp_path: Path) -> None:
     for wanted in (0, 2, 75):
         rank.write_text(f"raise SystemExit({wanted})", encoding="utf-8")
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        words = [sys.executable, str(agent), str(rank), "3"]
+        words = [sys.executable, str(agent), str(rank), "3", "stop"]
         assert subprocess.run(words, env=os.environ | place, check=False).returncode == wanted
 
 
@@ -228,7 +230,7 @@ def test_signals_reach_the_rank(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    started = subprocess.Popen([sys.executable, str(agent), str(rank), "3"], env=os.environ | place)
+    started = subprocess.Popen([sys.executable, str(agent), str(rank), "3", "stop"], env=os.environ | place)
     while not (tmp_path / "up").exists():
         time.sleep(0.02)
     started.terminate()

@@ -14,12 +14,20 @@ LIMIT_S = 60.0
 class Job:
     """A coordinator with agents that answer as told."""
 
-    def __init__(self, world_size: int = 3, *, silent_s: float = 6.0, max_in_row: int = 3) -> None:
+    def __init__(
+        self, nodes: str = "aaa", *, max_in_row: int = 3, on_loss: str = "stop", max_ranks: int = 4, num_ranks: int = 0
+    ) -> None:
+        """`nodes` has a letter per agent: its node. The first `num_ranks` agents have ranks, or all of them."""
         self.now_s = 100.0
-        self.coordinator = Coordinator(world_size, silent_s=silent_s, max_in_row=max_in_row)
-        for rank in range(world_size):
-            self.tell(rank, "hello", host="a", node="a", seat=[f"seat {rank}"], pid=10 + rank)
+        size = num_ranks or len(nodes)
+        self.coordinator = Coordinator(size, silent_s=6.0, max_in_row=max_in_row, on_loss=on_loss, max_ranks=max_ranks)
+        for number, node in enumerate(nodes):
+            self.greet(number, node)
         self.told()
+
+    def greet(self, number: int, node: str) -> None:
+        place = {"host": node, "node": node, "address": f"address of {node}"}
+        self.tell(number, "hello", **place, seat=[f"seat {number}"], pid=10 + number)
 
     def tell(self, rank: int, kind: str, **values: Any) -> None:
         self.coordinator.receive(rank, {"kind": kind, **values}, self.now_s)
@@ -40,6 +48,18 @@ class Job:
 
     def lose(self, rank: int, *, step: int = 5, phase: str = "step", cause: str = "SIGKILL") -> None:
         self.tell(rank, "died", cause=cause, status=[0.1, 0.1, LIMIT_S, step, phase, False])
+
+    def lose_agent(self, number: int) -> None:
+        self.coordinator.lose_agent(number, self.now_s)
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now_s += seconds
+        self.coordinator.tick(self.now_s)
+
+    def ranks(self) -> dict[int, int]:
+        """The rank of each agent in the last plan that was sent. Reads all messages."""
+        plans = {number: message for number, message in self.told() if message["kind"] == "plan"}
+        return {number: plan["rank"] for number, plan in plans.items()}
 
     def recover(self, *ranks: int) -> None:
         """All of these ranks become ready, and make a step."""
@@ -188,15 +208,135 @@ def test_a_failed_rank_ends_the_job_on_all_ranks_with_its_exit_code_and_reason()
 def test_the_end_of_an_agent_ends_the_job_unless_its_rank_has_left() -> None:
     job = Job()
     job.tell(1, "left", code=0)
-    job.coordinator.lose_agent(1)
+    job.lose_agent(1)
     assert not job.coordinator.is_ended
-    job.coordinator.lose_agent(2)
+    job.lose_agent(2)
     assert job.coordinator.is_ended
+
+
+def test_a_rank_that_its_spares_cannot_replace_ends_the_job_that_is_to_stop() -> None:
+    job = Job(on_loss="stop")
+    job.lose(2)
+    job.told()
+    job.tell(0, "unfilled", seat=["seat 2"])
+    assert job.kinds() == [(0, "end"), (1, "end"), (2, "end")]
+    assert "rank 2 on a cannot be replaced, because the spares there have failed" in job.coordinator.lines[-1]
+
+
+def test_a_job_shrinks_to_the_largest_number_of_ranks_that_divides_the_lanes() -> None:
+    job = Job("aaaa", on_loss="shrink", max_ranks=4)
+    job.lose(1)
+    job.told()
+    job.tell(0, "unfilled", seat=["seat 1"])
+    assert job.ranks() == {0: 0, 1: -1, 2: 1, 3: -1}
+    assert "The job continues with 2 of 4 ranks" in job.coordinator.lines[-1]
+    for number in (0, 2):
+        job.tell(number, "ready", generation=3, port=7)
+    assert [kind for _, kind in job.kinds()] == ["meet"] * 4
+
+
+def test_after_a_shrink_the_first_agent_of_the_node_reads_the_slots_of_idle_agents() -> None:
+    job = Job("aaab", on_loss="shrink", max_ranks=2)
+    job.lose(1)
+    job.told()
+    job.tell(0, "unfilled", seat=["seat 1"])
+    plans = {number: message for number, message in job.told() if message["kind"] == "plan"}
+    assert plans[0]["others"] == [["seat 1"]]
+    assert (plans[0]["rank"], plans[0]["world_size"], plans[0]["local_rank"], plans[0]["local_size"]) == (0, 2, 0, 2)
+    assert (plans[2]["rank"], plans[2]["world_size"], plans[2]["local_rank"], plans[2]["local_size"]) == (1, 2, 1, 2)
+    assert plans[2]["others"] == []
+
+
+def test_rank_0_moves_to_another_agent_and_the_others_learn_its_address() -> None:
+    job = Job("abb", on_loss="shrink", max_ranks=2)
+    job.lose(0)
+    job.told()
+    job.tell(0, "unfilled", seat=["seat 0"])
+    plans = {number: message for number, message in job.told() if message["kind"] == "plan"}
+    assert {number: plan["rank"] for number, plan in plans.items()} == {0: -1, 1: 0, 2: 1}
+    assert {plan["host"] for plan in plans.values()} == {"address of b"}
+
+
+def test_a_job_without_enough_ranks_for_the_lanes_ends() -> None:
+    job = Job("a", on_loss="shrink")
+    job.lose(0)
+    job.tell(0, "unfilled", seat=["seat 0"])
+    assert job.coordinator.is_ended
+
+
+def test_a_job_that_waits_says_so_every_minute_and_asks_the_spare_again() -> None:
+    job = Job(on_loss="wait")
+    job.lose(2)
+    job.tell(0, "unfilled", seat=["seat 2"])
+    job.recover(0, 1)
+    job.tick()
+    assert "the job waits for rank 2 on a" in job.coordinator.lines[-1]
+    assert job.kinds() == [(0, "replace")]
+    job.tick(30)
+    assert job.kinds() == []
+    job.tick(REPLACED_S)
+    assert job.kinds() == [(0, "replace")]
+    assert not job.coordinator.is_ended
+    job.tell(2, "started", pid=30)
+    job.tick(10)
+    assert job.kinds() == []
+    job.tell(2, "ready", generation=2, port=0)
+    assert [kind for _, kind in job.kinds()] == ["meet"] * 3
+
+
+def test_a_lost_agent_that_connects_again_takes_its_rank_back() -> None:
+    job = Job("ab", on_loss="wait")
+    job.lose_agent(1)
+    assert job.kinds() == [(0, "plan"), (1, "plan")]
+    job.tick(READY_S + REPLACED_S)
+    assert not job.coordinator.is_ended
+    job.greet(1, "c")
+    told = job.told()
+    assert (1, {"kind": "replace", "seat": ["seat 1"]}) in told
+    assert [message["rank"] for number, message in told if message["kind"] == "plan" and number == 1] == [1]
+
+
+def test_an_agent_without_a_rank_on_another_node_takes_the_rank_of_a_lost_agent() -> None:
+    job = Job("aabbcc", num_ranks=4, on_loss="stop")
+    job.lose_agent(2)
+    job.lose_agent(3)
+    told = job.told()
+    plans = {number: message["rank"] for number, message in told if message["kind"] == "plan"}
+    assert plans == {0: 0, 1: 1, 2: -1, 3: -1, 4: 2, 5: 3}
+    asked = [(number, message["seat"]) for number, message in told if message["kind"] == "replace"]
+    assert asked == [(4, ["seat 4"]), (4, ["seat 5"])]
+    assert not job.coordinator.is_ended
+
+
+def test_a_silent_agent_counts_as_lost_only_if_the_others_make_no_progress() -> None:
+    job = Job("ab", on_loss="shrink", max_ranks=2)
+    for number in (0, 1):
+        job.status(number)
+    job.now_s += 7
+    job.status(0, idle_s=1)
+    job.tick()
+    assert job.kinds() == []
+    job.status(0, idle_s=7)
+    job.tick()
+    assert job.coordinator.dropped == [1]
+    assert job.ranks() == {0: 0, 1: -1}
+
+
+def test_idle_agents_end_with_the_code_of_the_job() -> None:
+    job = Job("aab", num_ranks=2)
+    job.tell(0, "left", code=0)
+    assert job.kinds() == []
+    job.tell(1, "left", code=0)
+    assert job.told() == [(2, {"kind": "end", "code": 0, "reason": ""})]
+    job = Job("aab", num_ranks=2)
+    job.tell(0, "left", code=75)
+    assert (2, {"kind": "end", "code": 75, "reason": ""}) in job.told()
 
 
 def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
     coordinator = Coordinator(2, silent_s=6, max_in_row=3)
-    coordinator.receive(0, {"kind": "hello", "host": "a", "node": "a", "seat": [], "pid": 1}, 0.0)
+    hello = {"kind": "hello", "host": "a", "node": "a", "address": "", "seat": [], "pid": 1}
+    coordinator.receive(0, hello, 0.0)
     coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)
     assert coordinator.is_ended
 

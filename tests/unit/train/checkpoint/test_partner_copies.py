@@ -235,6 +235,7 @@ def test_a_job_on_one_node_is_refused_at_its_start_but_goes_on_after_a_loss(
         collecting=nullcontext,
         slots=[str(path) for path in paths],
         partner_address=PartnerAddress("127.0.0.1", 1, ""),
+        others=[],
     )
     monkeypatch.setattr(partner_module, "gather_objects", lambda value: [value, value])
     ranks: Any = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"))

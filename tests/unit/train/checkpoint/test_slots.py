@@ -36,13 +36,15 @@ class Ranks:
         self.begin(world_size, shares=shares)
 
     def begin(self, world_size: int, *, shares: bool = False) -> None:
-        """Begin a generation of so many ranks."""
+        """Begin a generation of so many ranks. The first one gets the slots of ranks that are left."""
         for slots in self.slots:
             slots.close()
         count = world_size if shares else 1
+        left = [path for paths in self.paths[world_size:] for path in paths]
         self.slots = []
         for rank, paths in enumerate(self.paths[:world_size]):
-            self.slots.append(StateSlots(paths, share=Share(rank % count, count), rank=rank, world_size=world_size))
+            share, others = Share(rank % count, count), left if rank == 0 else []
+            self.slots.append(StateSlots(paths, share=share, rank=rank, world_size=world_size, others=others))
 
     def newest_of_all(self) -> list[Any]:
         """What `newest_common` returns on each rank."""
@@ -195,6 +197,58 @@ def test_without_a_version_of_all_ranks_there_is_none(monkeypatch: pytest.Monkey
     ranks = Ranks(monkeypatch, tmp_path, 2)
     store(ranks.slots[0], 1)
     assert ranks.newest(0) is None
+
+
+def store_all(ranks: Ranks, step: int) -> None:
+    """All ranks store a step: 12 values, and the memories of their lanes."""
+    length = 12 // len(ranks.slots)
+    for rank, slots in enumerate(ranks.slots):
+        store(slots, step, start=rank * length, length=length, rank=rank)
+
+
+def hidden_of(stored: Any) -> list[float]:
+    return [memory.hidden[0].flatten()[0].item() for memory in stored.memories]
+
+
+def test_fewer_ranks_read_all_weights_and_divide_the_memories_in_the_order_of_the_lanes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 4)
+    store_all(ranks, 1)
+    store_all(ranks, 2)
+    ranks.begin(2)
+    stored = ranks.newest_of_all()
+    for one in stored:
+        assert torch.equal(one.source.read("weight", "w", start=1, length=10), torch.arange(1.0, 11.0) + 2)
+    assert [hidden_of(one) for one in stored] == [[20, 20, 21, 21], [22, 22, 23, 23]]
+
+
+def test_after_a_shrink_the_old_version_is_valid_until_all_new_ranks_have_stored_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 4)
+    store_all(ranks, 1)
+    store_all(ranks, 2)
+    ranks.begin(2)
+    assert [one.step for one in ranks.newest_of_all()] == [2, 2]
+    store(ranks.slots[0], 3, length=6)
+    ranks.begin(2)
+    stored = ranks.newest_of_all()
+    assert [one.step for one in stored] == [2, 2]
+    assert [hidden_of(one) for one in stored] == [[20, 20, 21, 21], [22, 22, 23, 23]]
+    store_all(ranks, 30)
+    ranks.begin(2)
+    stored = ranks.newest_of_all()
+    assert [one.step for one in stored] == [30, 30]
+    assert [hidden_of(one) for one in stored] == [[300, 300], [301, 301]]
+
+
+def test_ranks_whose_earlier_version_lacks_a_part_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 4)
+    store_all(ranks, 1)
+    del ranks.paths[3]  # its agent has ended
+    ranks.begin(2)
+    assert ranks.newest_of_all() == [None, None]
 
 
 def test_a_slot_grows_with_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -91,6 +91,19 @@ def test_the_stop_file_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("look_always")
+def test_a_process_that_becomes_rank_0_later_watches_the_stop_file(tmp_path: Path) -> None:
+    file = tmp_path / "STOP"
+    file.touch()
+    requests = PreemptionRequests()
+    try:
+        assert requests.reason == ""
+        requests.watch(stop_file=file, max_time_s=0.0)
+        assert requests.reason == f"the file {file}"
+    finally:
+        requests.close()
+
+
+@pytest.mark.usefixtures("look_always")
 def test_the_loss_of_the_run_directory_is_a_reason_too(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     requests = PreemptionRequests(stop_file=tmp_path / "run" / "STOP")
