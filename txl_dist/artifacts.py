@@ -23,8 +23,9 @@ RECORDS, LOG, TENSORBOARD = "metrics.jsonl", "log.txt", "tensorboard"
 """Names in a run directory: the file of records, the log file, and the TensorBoard folder."""
 CHECKPOINTS, STACKS, PROFILE = "checkpoints", "stacks", "profile"
 """Names of folders in a run directory: for checkpoints, for stack traces of a hang, and for profiler traces."""
-LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
-"""Names of files in a run directory: the lock of the running job, a stop request, and the mark of a finished run."""
+LOCK, STOP, DONE, COORDINATOR = "RUN.lock", "STOP", "DONE", "COORDINATOR.json"
+"""Names of files in a run directory: the lock of the running job, a stop request, the mark of a finished run, and the
+address at which a running job hears agents that replace lost ones."""
 STATE, PROBE = "state.json", "probe.safetensors"
 """Names of files in a checkpoint: the training state, and the losses on a few fixed tokens that a resume must
 reproduce."""

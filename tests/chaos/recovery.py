@@ -163,6 +163,24 @@ def shrunk(lab: Lab, *, lost: Sequence[int], left: int, stage: int = 1, then: st
     return lab.report(case)
 
 
+def node_lost(lab: Lab, *, stage: int = 1) -> Case:
+    """A node of one rank is lost with its memory. The spare node takes the rank, with the state of the partner."""
+    words = (*ON, *PARTNER, "--recover.spare_nodes", "1", "--engine.zero_stage", str(stage))
+    case, run = lab.case("recovery: node", stage=stage, fault="node 1 of 3"), lab.new_run("node")
+    with lab.start(run, *words, ranks=3, nodes=3) as job:
+        job.wait_for(lambda: run.highest_step >= STRUCK_AT and "has joined the job" in job.text)
+        job.kill_node(1)
+        case.exit_codes.append(job.wait(limit_s=300))
+        case.message_ok = "rank 1" in job.text and "continues on" in job.text
+    lab.judge(case, run, lab.unbroken(*words, ranks=3, nodes=3))
+    if case.exit_codes != [[0, -9, 0]]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    if not case.message_ok:
+        case.problems.append("the log does not say where the rank continues")
+    _judge_events(case, run)
+    return lab.report(case)
+
+
 def storm(lab: Lab, *, kills: int, stage: int, ranks: int, steps: int = 0) -> Case:
     """Ranks are killed from outside at random moments, until there were so many kills."""
     chance = random.Random(lab.seed)
@@ -336,4 +354,5 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for stage in range(4):
         yield partial(shrunk, lab, lost=[3], left=2, stage=stage)
         yield partial(shrunk, lab, lost=[0, 1, 2], left=1, stage=stage)
+        yield partial(node_lost, lab, stage=stage)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")

@@ -24,6 +24,7 @@ from tests.chaos.recovery import (
     ended,
     failed,
     locked,
+    node_lost,
     replaced,
     shrunk,
     stopped,
@@ -213,6 +214,10 @@ def test_a_job_whose_rank_cannot_be_replaced_continues_with_fewer(
     lab: Lab, lost: list[int], left: int, stage: int
 ) -> None:
     assert_passed(shrunk(lab, lost=lost, left=left, stage=stage))
+
+
+def test_a_spare_node_takes_the_rank_of_a_lost_node_and_no_bit_changes(lab: Lab) -> None:
+    assert_passed(node_lost(lab))
 
 
 @pytest.mark.nightly

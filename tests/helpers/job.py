@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+import psutil
+
 from tests.helpers import forked
 from tests.helpers.forked import free_port
 from tests.helpers.supervised import run_supervised
@@ -54,6 +56,7 @@ class Job:
         self._struck: list[Struck] = []
         self.exits: dict[int, tuple[int, float]] = {}
         """(exit code, seconds since 1970) of each rank that has ended. The exit code is negative for a signal."""
+        self._lost: set[int] = set()
         self._failed_s = self._termed_s = 0.0
         self._port, self.leaked_bytes = str(free_port()), 0
         self._processes = []
@@ -113,6 +116,17 @@ class Job:
                     os.kill(process.pid or 0, number)
         return time.time()
 
+    def kill_node(self, *ranks: int) -> None:
+        """End all processes of these ranks at once, as if their node had lost power. The launcher does not notice."""
+        self._lost |= set(ranks)
+        doomed = []
+        for rank in ranks:
+            agent = psutil.Process(self._processes[rank].pid)
+            doomed += [agent, *agent.children(recursive=True)]
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
     def wait_for(self, condition: Callable[[], bool], *, limit_s: float = 60) -> float:
         """Supervise the ranks until the condition is true, and return the time in seconds since 1970. Raises
         AssertionError if the job ends before."""
@@ -140,7 +154,7 @@ class Job:
             code, now_s = self._processes[rank].exitcode, time.time()
             assert code is not None
             self.exits[rank] = (code, now_s)
-            if code != 0 and not self._failed_s:
+            if code != 0 and not self._failed_s and rank not in self._lost:
                 self._failed_s = now_s
         now_s = time.time()
         if self._failed_s and not self._termed_s and now_s > self._failed_s + GRACE_S:

@@ -177,7 +177,7 @@ def sections() -> dict[str, type[BaseModel]]:
 UNITS = (
     r"tokens?|steps?|seconds?|gib|size|layers|blocks|lanes|rows?|stripes|width|heads|ids?|distances|decay|share|"
     r"dropout|block|norm|rate|deviations?|variance|moment|momentum|seed|threads|shards?|documents?|often|checkpoints|spikes|"
-    r"rewinds|operations per second|shards optimizer state|largest|cluster"
+    r"rewinds|nodes|operations per second|shards optimizer state|largest|cluster"
 )
 """What a number counts, or what kind of pure number it is."""
 

@@ -77,13 +77,19 @@ _MOST_SHOWN = 8
 """Largest number of machines that a message lists."""
 _SLOT_NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,6})(?!\d)", re.ASCII)
+_SPARES = {
+    "--spares": ("--recover.spares", "[01]", "0 or 1, the number of spare processes per node"),
+    "--spare-nodes": ("--recover.spare_nodes", r"\d{1,4}", "the number of spare nodes at the end of the hostfile"),
+}
+"""Setting, pattern and meaning of each launcher flag about spares."""
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 
 Train on all GPUs of this machine, or on the nodes of a hostfile. Flags before the configuration file go to \
 the `deepspeed` launcher (deepspeed --help), and flags after it to `txl train` (txl train CONFIG.toml --help). \
 Without GPUs, one rank starts on the CPU, or N ranks with --num_accelerators N. On one machine the ranks \
 connect through a free port, unless --master_port sets one. --verbose also shows the launcher's own messages. \
---spares 1 replaces a lost rank inside the running job (recover.spares).
+--spares 1 replaces a lost rank inside the running job (recover.spares). With --spare-nodes K the last K nodes \
+of the hostfile get no ranks until a node is lost.
 
 SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process remains at the end. Exit codes:
   0     the run is done (RUN/DONE)
@@ -137,25 +143,24 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
 
 
 def _with_spares(words: Sequence[str]) -> list[str]:
-    """Return the words with the launcher flag --spares N as the setting recover.spares. Raises ConfigError."""
+    """Return the words with the launcher flags --spares N and --spare-nodes N as settings. Raises ConfigError."""
     config_at = _index_of_config(words)
     kept: list[str] = []
-    spares = ""
+    settings: list[str] = []
     remaining = iter(words[:config_at])
     for word in remaining:
         flag, is_joined, value = word.partition("=")
-        if flag != "--spares":
+        if flag not in _SPARES:
             kept.append(word)
             continue
-        spares = value if is_joined else next(remaining, "")
-        if not re.fullmatch(r"[01]", spares):
-            raise ConfigError(f"--spares needs 0 or 1, the number of spare processes per node, not {spares!r}.")
+        setting, pattern, meaning = _SPARES[flag]
+        number = value if is_joined else next(remaining, "")
+        if not re.fullmatch(pattern, number):
+            raise ConfigError(f"{flag} needs {meaning}, not {number!r}.")
+        settings += [setting, number]
     if config_at is None:
         return kept
-    kept += words[config_at:]
-    if spares:
-        kept += ["--recover.spares", spares]
-    return kept
+    return [*kept, *words[config_at:], *settings]
 
 
 def _index_of_config(words: Sequence[str]) -> int | None:
@@ -249,10 +254,28 @@ def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Mapping[
 
     num_ranks = _num_ranks(asked, slots)
     check_config(settings)
+    num_spare = _num_spare_ranks(asked, settings.recover.spare_nodes, slots, num_ranks=num_ranks)
     if num_ranks:
-        plan_batch(settings.train, world_size=num_ranks)
+        plan_batch(settings.train, world_size=num_ranks - num_spare)
     check_run_dir(Path(settings.run.dir), settings)
     return num_ranks
+
+
+def _num_spare_ranks(asked: argparse.Namespace, spare_nodes: int, slots: Mapping[str, int], *, num_ranks: int) -> int:
+    """Return the number of processes that get no rank at the start. Raises ConfigError if no node is left for ranks."""
+    if not spare_nodes:
+        return 0
+    nodes = _chosen(asked, slots)
+    sizes = [len(numbers) for numbers in nodes.values()][: int(asked.num_nodes or len(nodes))]
+    num_nodes = len(sizes)
+    if spare_nodes >= num_nodes:
+        raise ConfigError(
+            f"recover.spare_nodes={spare_nodes} leaves none of {counted(num_nodes, 'node')} for ranks. List more nodes "
+            "in the hostfile, or lower it."
+        )
+    if len(set(sizes)) > 1 and not (asked.num_accelerators or asked.num_gpus):
+        raise ConfigError("recover.spare_nodes needs the same number of slots on every node of the hostfile.")
+    return spare_nodes * (num_ranks // num_nodes)
 
 
 def _num_ranks(asked: argparse.Namespace, slots: Mapping[str, int]) -> int:

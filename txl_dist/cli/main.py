@@ -46,8 +46,9 @@ from txl_dist.config.phases import max_ranks
 from txl_dist.config.registry import load_plugins
 from txl_dist.config.renamed import rename_variables, words_in_new_names
 from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_output, guard_streams
+from txl_dist.console.formatting import counted
 from txl_dist.console.suggest import did_you_mean
-from txl_dist.distributed.rank_environment import without_local_rank
+from txl_dist.distributed.rank_environment import read_rank_environment, without_local_rank
 from txl_dist.distributed.recovery.seat import AgentOptions
 from txl_dist.errors import ConfigError, TxlError, missing_package
 from txl_dist.train.monitoring.preemption import launchers, parse_duration
@@ -106,6 +107,7 @@ def train(argv: Sequence[str]) -> int:
     if recover.spares:
         from txl_dist.distributed.recovery.spare import supervise
 
+        _check_spare_nodes(recover.spare_nodes)
         supervise(["train", *argv], agent_options(arguments.settings))
     else:
         announce_ranks()
@@ -133,6 +135,16 @@ def train(argv: Sequence[str]) -> int:
     return result.exit_code
 
 
+def _check_spare_nodes(spare_nodes: int) -> None:
+    """Check that ranks are left beside the spare nodes. Raises ConfigError."""
+    place = read_rank_environment(os.environ)
+    if spare_nodes and spare_nodes * place.local_size >= place.world_size:
+        raise ConfigError(
+            f"recover.spare_nodes={spare_nodes} with {counted(place.local_size, 'process', 'processes')} per node "
+            f"leaves no rank of {place.world_size}. Start on more nodes, or set recover.spare_nodes to 0."
+        )
+
+
 def agent_options(settings: Config) -> AgentOptions:
     """Return the options of the agents that replace lost ranks of a run with these settings."""
     recover = settings.recover
@@ -142,6 +154,9 @@ def agent_options(settings: Config) -> AgentOptions:
         copies=recover.copies,
         on_loss=recover.on_loss,
         max_ranks=max_ranks(settings),
+        spare_nodes=recover.spare_nodes,
+        run_dir=settings.run.dir,
+        join_s=2.0 * settings.engine.start_timeout_s,
     )
 
 

@@ -125,6 +125,10 @@ def check_config(config: Config) -> None:
             "recover.copies=partner needs recover.spares=1",
         ),
         (
+            config.recover.spare_nodes == 0 or config.recover.spares > 0,
+            f"recover.spare_nodes={config.recover.spare_nodes} needs recover.spares=1",
+        ),
+        (
             config.recover.partner_every == 1 or config.recover.copies == "partner",
             f"recover.partner_every={config.recover.partner_every} needs recover.copies=partner",
         ),

@@ -642,8 +642,11 @@ class RecoverSection(Section):
     """Largest number of recoveries without a finished step between them. The next loss ends the job."""
     allow_gpu: Annotated[bool, FREE] = False
     """Allow `spares` on GPUs, where recovery has not been tested. False: such a start is refused."""
+    spare_nodes: Annotated[Count, FREE] = 0
+    """Number of nodes at the end of the hostfile whose processes get no rank at the start. They take over the ranks of
+    a lost node."""
     on_loss: Annotated[Literal["stop", "wait", "shrink"], FREE] = "stop"
-    """What happens when a lost rank cannot be replaced. stop: the job ends with exit code 76. wait: it waits until its
+    """Action when a lost rank cannot be replaced. stop: the job ends with exit code 76. wait: it waits until its
     agent is started again. shrink: it continues with the largest number of ranks that divides the lanes."""
 
 

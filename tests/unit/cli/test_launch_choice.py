@@ -34,6 +34,10 @@ WRONG = [
     ("--log_level loud", "it can be debug, info"),
     ("--spares 2", "--spares needs 0 or 1, the number of spare processes per node, not '2'"),
     ("--spares", "not ''"),
+    ("--spare-nodes x", "--spare-nodes needs the number of spare nodes at the end of the hostfile, not 'x'"),
+    ("--spares 1 --spare-nodes 1", "recover.spare_nodes=1 leaves none of 0 nodes for ranks"),
+    ("--hostfile hosts --spares 1 --spare-nodes 2", "recover.spare_nodes=2 leaves none of 2 nodes for ranks"),
+    ("--hostfile hosts --spares 1 --spare-nodes 1", "needs the same number of slots on every node of the hostfile"),
 ]
 
 
@@ -82,6 +86,11 @@ def test_the_ranks_are_those_that_deepspeed_would_start(words: str) -> None:
 def test_spares_become_a_setting_of_the_ranks(flag: list[str]) -> None:
     words = _with_spares(["--num_gpus", "2", *flag, "c.toml", "--run.dir", "r"])
     assert words == ["--num_gpus", "2", "c.toml", "--run.dir", "r", "--recover.spares", "1"]
+
+
+def test_spare_nodes_become_a_setting_of_the_ranks() -> None:
+    words = _with_spares(["--spares", "1", "--spare-nodes", "2", "c.toml"])
+    assert words == ["c.toml", "--recover.spares", "1", "--recover.spare_nodes", "2"]
 
 
 def test_without_spares_the_words_stay_as_they_are() -> None:

@@ -263,6 +263,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
         {"train": {"initial_memory": "zeros"}, "data": {"document_mask": True}},
     ),
     ("recover.copies=partner needs recover.spares=1", {"recover": {"copies": "partner"}}),
+    ("recover.spare_nodes=1 needs recover.spares=1", {"recover": {"spare_nodes": 1}}),
     ("recover.partner_every=2 needs", {"recover": {"spares": 1, "partner_every": 2}}),
 ]
 
@@ -297,7 +298,7 @@ def test_the_defaults_and_the_uses_of_each_option_are_accepted() -> None:
             engine={"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
             optim={"warmup_steps": 9, "min_lr": 1e-3, "lr": 1e-3},
             train={"max_steps": 10},
-            recover={"spares": 1, "copies": "partner", "partner_every": 4},
+            recover={"spares": 1, "copies": "partner", "partner_every": 4, "spare_nodes": 1},
         )
     )
 
@@ -372,6 +373,7 @@ def changed(value: Any, *, key: str) -> Any:
         "relu": "gelu",
         "layer": "rms",
         "node": "partner",
+        "stop": "wait",
         "relative": "absolute",
         "empty": "zeros",
         "next": "permutation",
@@ -400,7 +402,7 @@ def test_a_change_is_reported_with_its_class_and_only_frozen_ones_change_the_fin
 def test_every_setting_has_one_of_three_classes_and_a_change_of_class_is_seen_here() -> None:
     counts = Counter(resume_policy(name) for name in setting_names())
     assert sum(counts.values()) == len(setting_names())
-    assert counts == {"frozen": 40, "warned": 38, "free": 62}
+    assert counts == {"frozen": 40, "warned": 38, "free": 65}
 
 
 def test_what_defines_the_run_is_frozen_and_what_only_watches_it_is_free() -> None:

@@ -3,6 +3,9 @@
     launcher --> agent --> rank            the words of `txl train`, with the seat in TXL_RECOVERY_SEAT
                        --> spare           only at local rank 0. It forks a replacement for any rank of the node
 
+Agents of spare nodes have no rank at the start. They find the job through a file in the run directory, and get a rank
+when a node is lost. An agent that is started again while the job waits for it does the same.
+
 The agent holds what must outlive a rank: the rank's seat. It passes stop signals on to its rank, and it exits with the
 exit code of its rank. So a launcher that watches the agent sees a rank that works until the run ends. The agent itself
 imports no torch and trains nothing.
@@ -15,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -24,12 +28,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, Message
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.coordinator import Coordinator
+from txl_dist.distributed.recovery.job_file import JobAddress, find_job, publish_job, withdraw_job
 from txl_dist.distributed.recovery.partner import PartnerServer
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
@@ -52,6 +59,8 @@ DUMP_S = 0.5
 """Seconds that a rank that hangs has to write its stack traces before it is killed."""
 BEGIN_S = 30.0
 """Seconds in which a replacement must connect after it was forked. Then it is killed."""
+JOIN_EVERY_S = 1.0
+"""Seconds between two attempts of an agent without a rank to find the job."""
 CONNECT_S = 10.0
 """Largest number of seconds to wait for a connection to the coordinator."""
 _PR_SET_PDEATHSIG = 1
@@ -72,12 +81,15 @@ class Agent:
         self._start = start
         self._number = int(os.environ.get("RANK", "0"))
         self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._options = options
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        num_ranks = world_size - options.spare_nodes * local_size
         self._server = None
         if self._number == 0:
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
             self._server = CoordinatorServer(
                 Coordinator(
-                    world_size,
+                    num_ranks,
                     silent_s=options.silent_s,
                     max_in_row=options.max_in_row,
                     on_loss=options.on_loss,
@@ -102,6 +114,12 @@ class Agent:
         """Time at which the connection of the rank ended."""
         self._is_leaving = False
         self._is_idle = False
+        self._is_welcome = False
+        """Whether a running job has taken this agent in."""
+        self._is_refused = False
+        """Whether a running job has refused this agent."""
+        self._job: JobAddress | None = None
+        """Address of the coordinator in this agent, once the run directory has it."""
         self._plan: Message | None = None
         self._deadline_s: float | None = None
         """Time at which the rank is killed, because the job has ended."""
@@ -117,10 +135,16 @@ class Agent:
         self._next_report_s = 0.0
         self._lock = ""
         """Path of the run's lock if this rank holds it. The agent keeps it fresh while the rank has no process."""
-        self._child = self._start(self._seat)
-        self._pid = self._child.pid
+        self._child: Child | None = None
         for number in SIGNALS:
             signal.signal(number, self._forward)
+        self._next_join_s = 0.0
+        self._join_by_s = time.monotonic() + options.join_s
+        self._is_idle = self._number >= num_ranks or self._rejoin()
+        if not self._is_idle:
+            os.environ["WORLD_SIZE"] = str(num_ranks)
+            self._child = self._start(self._seat)
+            self._pid = self._child.pid
 
     def run(self) -> int:
         """Serve the rank and the coordinator until the rank has ended. Returns the exit code."""
@@ -131,11 +155,15 @@ class Agent:
             now_s = time.monotonic()
             self._report(now_s)
             self._look_at_spare(now_s)
+            if self._is_idle and not self._is_welcome:
+                self._keep_joining(now_s)
             if self._deadline_s is not None and now_s > self._deadline_s:
                 self._signal(signal.SIGKILL)
             code = self._look_at_rank(now_s)
         if self._coordinator is not None:
             self._coordinator.peer.close()
+        if self._job is not None:
+            withdraw_job(Path(self._options.run_dir), self._job)
         if self._server is not None:
             self._server.close(grace_s=END_S if code else 1.0)
         self._spare.end()
@@ -156,6 +184,8 @@ class Agent:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._stop = (number, self._pid)
         self._signal(number)
+        if self._is_idle and not self._is_welcome:
+            self._end({"kind": "end", "code": 128 + number})
 
     def _signal(self, number: int) -> None:
         """Send a signal to the rank's process, if there is one."""
@@ -223,6 +253,9 @@ class Agent:
         else:
             if kind == "stepped" and self._is_first_of_node:
                 self._spare.ensure(now_s)
+            joinable = self._options.spare_nodes > 0 or self._options.on_loss == "wait"
+            if kind == "stepped" and self._server is not None and self._job is None and joinable:
+                self._publish()
             if kind == "ready" and self._stop is not None and self._stop[1] != self._pid:
                 self._forward(self._stop[0], None)  # it was sent to a process that was lost
             self._tell_coordinator(message)
@@ -259,29 +292,97 @@ class Agent:
         except (OSError, ValueError):
             return self._lose_coordinator()
         for message in messages:
-            kind = message["kind"]
-            if kind == "plan":
-                self._plan = message
-                self._is_idle = message["rank"] < 0
-                if self._is_idle:
-                    self._end_rank()
-                self._tell_rank(message)
-            elif kind == "meet":
-                self._tell_rank(message)
-            elif kind == "replace":
-                self._spare.request(message["seat"], time.monotonic())
-            elif kind == "kill":
-                if message["dump"]:
-                    self._signal(signal.SIGABRT)
-                    time.sleep(DUMP_S)
-                self._signal(signal.SIGKILL)
-            elif kind == "end":
-                self._end(message)
+            self._follow(message)
+
+    def _follow(self, message: Message) -> None:
+        """Act on one message of the coordinator."""
+        kind = message["kind"]
+        if kind == "welcome":
+            self._is_welcome = True
+            if self._is_first_of_node:
+                self._spare.ensure(time.monotonic())
+        elif kind == "plan":
+            self._plan = message
+            self._is_idle = message["rank"] < 0
+            if self._is_idle:
+                self._end_rank()
+            self._tell_rank(message)
+        elif kind == "meet":
+            self._tell_rank(message)
+        elif kind == "replace":
+            self._spare.request(message["seat"], time.monotonic())
+        elif kind == "kill":
+            if message["dump"]:
+                self._signal(signal.SIGABRT)
+                time.sleep(DUMP_S)
+            self._signal(signal.SIGKILL)
+        elif kind == "end":
+            self._end(message)
+
+    def _rejoin(self) -> bool:
+        """Take the place of a lost agent in a job that waits for it. Returns whether there is such a job.
+
+        The job may still believe that the lost agent lives. So a refusal is final only after a while.
+        """
+        end_s = time.monotonic() + 2 * self._options.silent_s
+        while self._options.on_loss == "wait" and not self._join():
+            if not self._is_refused or time.monotonic() > end_s:
+                return False
+            time.sleep(JOIN_EVERY_S)
+        return self._is_welcome
+
+    def _join(self) -> bool:
+        """Connect to the coordinator of a running job that can use this agent. Returns whether there is one."""
+        self._is_refused = False
+        job = find_job(Path(self._options.run_dir)) if self._number else None
+        if job is None:
+            return False
+        try:
+            self._connect({"host": job.host, "port": job.port, "key": job.key})
+        except OSError:
+            return False
+        if self._coordinator is None:
+            return False
+        peer = self._coordinator.peer
+        self._selector.unregister(peer)
+        select.select([peer], [], [], CONNECT_S)
+        try:
+            messages = self._coordinator.receive()
+        except (OSError, ValueError):
+            messages = []
+        for message in messages:
+            self._follow(message)
+        if self._is_welcome:
+            self._selector.register(peer, selectors.EVENT_READ, self._obey)
+        else:
+            self._is_refused = True
+            peer.close()
+            self._coordinator = None
+        return self._is_welcome
+
+    def _keep_joining(self, now_s: float) -> None:
+        """Look for the job once a second, in the agent of a spare node. The agent ends if there is none for long."""
+        if now_s > self._join_by_s and self._deadline_s is None:
+            where = f"{self._options.run_dir} within {self._options.join_s:g} s"
+            echo(f"txl: recovery: this spare node found no running job in {where}", to=sys.stderr, flush=True)
+            self._end({"kind": "end", "code": HANG})
+        elif now_s > self._next_join_s:
+            self._next_join_s = now_s + JOIN_EVERY_S
+            self._join()
+
+    def _publish(self) -> None:
+        """Write the address of the coordinator into the run directory, for agents that join later."""
+        assert self._server is not None
+        self._job = JobAddress(os.environ.get("MASTER_ADDR", "127.0.0.1"), self._server.port, self._server.key)
+        try:
+            publish_job(Path(self._options.run_dir), self._job)
+        except OSError as error:
+            echo(f"txl: recovery: no agent can join this job later: {error}", to=sys.stderr, flush=True)
 
     def _end_rank(self) -> None:
         """Kill the process of the rank, because the job goes on without it. Its state is not needed, only its slots."""
         self._signal(signal.SIGKILL)
-        if self._pid == self._child.pid:
+        if self._child is not None and self._pid == self._child.pid:
             self._child.wait()
         self._pid = 0
         self._exit_status = None
@@ -333,7 +434,7 @@ class Agent:
         """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""
         if self._pid == 0 and self._deadline_s is not None:
             return self._end_code  # no replacement has come, and none will
-        if self._child.pid == self._pid and self._exit_status is None:
+        if self._child is not None and self._child.pid == self._pid and self._exit_status is None:
             self._exit_status = self._child.poll()
         if self._exit_status is None:
             is_gone = self._closed_s is not None and now_s > self._closed_s + CAUSE_S and not _lives(self._pid)

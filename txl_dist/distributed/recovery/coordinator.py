@@ -228,10 +228,11 @@ class Coordinator:
             return
         agent.is_alive = False
         self.outbox.append((number, {"kind": "welcome"}))
+        self.lines.append(f"agent {number} on {agent.host} has joined the job")
         if earlier is not None and earlier.rank >= 0:
             agent.rank = earlier.rank
             agent.ready = 0
-            self.lines.append(f"the agent of rank {agent.rank} is back, on {agent.host}")
+            self.lines.append(f"rank {agent.rank} continues on {agent.host}")
             self._plan(now_s)
             self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})
         elif any(one.is_unfilled for one in self._ranked.values()):

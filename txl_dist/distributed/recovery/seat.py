@@ -63,15 +63,21 @@ class AgentOptions(NamedTuple):
     """Settings of an agent. JSON stores them as an object."""
 
     silent_s: float
-    """Setting `recover.silent_s`."""
+    """Value of the setting `recover.silent_s`."""
     max_in_row: int
-    """Setting `recover.max_in_row`."""
+    """Value of the setting `recover.max_in_row`."""
     copies: str = "node"
-    """Setting `recover.copies`."""
+    """Value of the setting `recover.copies`."""
     on_loss: str = "stop"
-    """Setting `recover.on_loss`."""
+    """Value of the setting `recover.on_loss`."""
     max_ranks: int = 1
     """Largest possible number of ranks. Each smaller number of ranks must divide it."""
+    spare_nodes: int = 0
+    """Value of the setting `recover.spare_nodes`."""
+    run_dir: str = ""
+    """Value of the setting `run.dir`."""
+    join_s: float = 600.0
+    """Seconds within which an agent without a rank must find the job."""
 
 
 def read_seat(environment: Mapping[str, str]) -> Seat | None:

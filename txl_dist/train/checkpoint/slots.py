@@ -371,11 +371,14 @@ class StateSlots:
         memories: list[Memory] = []
         counts: dict[str, float] = {}
         for values, table, facts in contents:
-            memories += _read_memories(values, [_MemoryTensor(*tensor) for tensor in table["memories"]])
+            tensors = [_MemoryTensor(*tensor) for tensor in table["memories"]]
+            memories += _read_memories(values, tensors, device=self._copy.device)
             counts |= facts["counts"]
         begin = self._rank * len(memories) // self._world_size
         end = (self._rank + 1) * len(memories) // self._world_size
-        parts = [(values, [_Piece(*piece) for piece in table["pieces"]]) for values, table, _ in contents]
+        parts = []
+        for values, table, _ in contents:
+            parts.append((values, [_Piece(*piece) for piece in table["pieces"]]))
         facts = contents[0][2]
         stream = StreamState.from_dict(facts["stream"])
         return StoredState(facts["step"], stream, facts, SlotSource(parts, counts), tuple(memories[begin:end]))

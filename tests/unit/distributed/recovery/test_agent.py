@@ -21,7 +21,11 @@ from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
 def start(seat):
     return subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | {SEAT: seat.to_json()})
 
-sys.exit(Agent(start, AgentOptions(1.0, int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4)).run())
+options = AgentOptions(
+    silent_s=float(os.environ.get("SILENT_S", "1")), max_in_row=int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4,
+    run_dir=os.environ.get("FOLDER", "."),
+)
+sys.exit(Agent(start, options).run())
 """
 RANK = """
 import json, os, sys, threading, time
@@ -94,17 +98,26 @@ while True:
 class Agents:
     """Two agents on this machine, and what their ranks have noted."""
 
-    def __init__(self, folder: Path, *, max_in_row: int = 3, on_loss: str = "stop", num_bad_spares: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_in_row: int = 3,
+        on_loss: str = "stop",
+        num_bad_spares: int = 0,
+        silent_s: float = 1.0,
+    ) -> None:
         self.folder = folder
         agent, rank = folder / "agent.py", folder / "rank.py"
         agent.write_text(AGENT, encoding="utf-8")
         rank.write_text(RANK, encoding="utf-8")
-        self.agents = []
-        for number in range(2):
-            place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "FOLDER": str(folder)}
-            place["NUM_BAD_SPARES"] = str(num_bad_spares)
-            words = [sys.executable, str(agent), str(rank), str(max_in_row), on_loss]
-            self.agents.append(subprocess.Popen(words, env=os.environ | place, stderr=subprocess.PIPE, text=True))
+        self._words = [sys.executable, str(agent), str(rank), str(max_in_row), on_loss]
+        self._faults = {"NUM_BAD_SPARES": str(num_bad_spares), "SILENT_S": str(silent_s)}
+        self.agents = [self.start(number) for number in range(2)]
+
+    def start(self, number: int) -> subprocess.Popen[str]:
+        place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "FOLDER": str(self.folder)}
+        return subprocess.Popen(self._words, env=os.environ | place | self._faults, stderr=subprocess.PIPE, text=True)
 
     def notes(self, rank: int | str) -> list[str]:
         path = self.folder / str(rank)
@@ -165,6 +178,27 @@ def test_a_spare_that_dies_before_it_is_ready_is_restarted_and_then_replaces_the
     assert agents.wait_for("met 2", rank=0, limit_s=20) == survivor
     assert agents.wait_for("met 2", rank=1) != victim
     assert len(agents.notes("spares")) == 2
+    agents.end()
+
+
+def test_a_job_that_waits_goes_on_when_the_lost_agent_is_started_again(tmp_path: Path) -> None:
+    agents = Agents(tmp_path, on_loss="wait", silent_s=20.0)
+    survivor, lost = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    agents.agents[1].kill()
+    agents.agents[1].wait()
+    agents.agents[1] = agents.start(1)
+    assert agents.wait_for("met 3", rank=0) == survivor
+    assert agents.wait_for("met 3", rank=1) != lost
+    assert [agent.poll() for agent in agents.agents] == [None, None]
+    agents.end()
+
+
+def test_a_job_whose_spares_fail_continues_with_fewer_ranks(tmp_path: Path) -> None:
+    agents = Agents(tmp_path, on_loss="shrink", num_bad_spares=100, silent_s=20.0)
+    survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(victim, signal.SIGKILL)
+    assert agents.wait_for("met 3", rank=0) == survivor
+    assert [agent.poll() for agent in agents.agents] == [None, None]
     agents.end()
 
 
