@@ -34,8 +34,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_file(tmp_path: Path, corpus: Path) -> Path:
+    return write_config(tmp_path, corpus)
+
+
+def write_config(folder: Path, corpus: Path) -> Path:
     """A tiny model with everything on: three clusters, dropout, memory, two micro-batches per rank."""
-    path = tmp_path / "tiny.toml"
+    path = folder / "tiny.toml"
     path.write_text(
         f"""
 [run]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import write_config
 from tests.e2e.test_resume import assert_same_state, last_step, losses
 from tests.helpers.job import Job
 from tests.helpers.launch import train, txl
@@ -53,12 +54,17 @@ def test_every_zero_stage_and_number_of_ranks_gives_the_same_losses(
         assert run_losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_validation_loss_falls_with_the_rank_of_prediction_and_has_no_bits_per_byte(
-    tmp_path: Path, config_file: Path
-) -> None:
-    run = tmp_path / "run"
-    words = [str(config_file), *XLNET, "--eval.orders", "2", "--run.dir", str(run)]
-    train(*words, cwd=tmp_path, ranks=1)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A run on one rank, which is validated in two orders."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = [*XLNET, "--eval.orders", "2", "--train.span_context", "4", "--run.dir", "run"]
+    train(str(write_config(folder, corpus)), *words, cwd=folder, ranks=1)
+    return folder / "run"
+
+
+def test_the_validation_loss_has_a_value_for_each_rank_of_prediction_and_no_bits_per_byte(trained: Path) -> None:
+    run = trained
     (evaluation,) = records(run, "eval")[-1:]
     assert len(evaluation["loss_by_position"]) == 5  # type: ignore[arg-type]
     assert len(evaluation["accuracy_by_position"]) == 5  # type: ignore[arg-type]
@@ -91,11 +97,9 @@ def test_an_imported_model_is_trained_on_a_corpus_of_its_own_tokenizer(tmp_path:
 
 
 def test_txl_evaluate_finds_the_validation_loss_of_the_run_on_any_number_of_ranks(
-    tmp_path: Path, config_file: Path
+    tmp_path: Path, trained: Path
 ) -> None:
-    run = tmp_path / "run"
-    words = [str(config_file), *XLNET, "--eval.orders", "2", "--run.dir", str(run)]
-    train(*words, cwd=tmp_path, ranks=1)
+    run = trained
     (recorded,) = records(run, "eval")[-1:]
     results = {}
     for ranks in (1, 2):
@@ -111,3 +115,15 @@ def test_txl_evaluate_finds_the_validation_loss_of_the_run_on_any_number_of_rank
     for name, result in alone.items():
         assert results[2][name]["tokens"] == result["tokens"]
         assert results[2][name]["loss"] == pytest.approx(result["loss"], rel=1e-5)
+
+
+def test_a_run_and_its_bundle_have_the_same_figures(tmp_path: Path, trained: Path, corpus: Path) -> None:
+    done = txl("export", str(trained), "bundle", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = []
+    for words in ([str(trained)], ["bundle", "--data", str(corpus)]):
+        done = txl("evaluate", *words, "--orders", "2", "--json", "result.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        result = json.loads((tmp_path / "result.json").read_text())["random orders"]
+        figures.append([result["tokens"], result["loss"], result["by_rank"]])
+    assert figures[0] == figures[1]

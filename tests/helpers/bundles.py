@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.models import tiny_section
+from txl_dist.config.schema import TargetLengths
 from txl_dist.data.loader.corpus import Corpus
 from txl_dist.inference.bundle import Package, write_bundle
 from txl_dist.inference.probe import probe_of
@@ -17,6 +18,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.tokenizers.tokenizer import load_tokenizer
 
 SEGMENT_LEN, MEMORY_LEN = 16, 24
+NO_LENGTHS = TargetLengths()
 
 
 class Made(NamedTuple):
@@ -40,7 +42,7 @@ def make(
     vocab_size: int = 0,
     begins_documents: bool = True,
     memory_len: int = MEMORY_LEN,
-    reuse_len: int = 0,
+    target_lengths: TargetLengths = NO_LENGTHS,
     **settings: Any,
 ) -> Made:
     """Make the corpus and the bundle in a folder. `settings` are those of the section [model]."""
@@ -56,7 +58,7 @@ def make(
         weights=weights,
         tokenizer=tokenizer,
         segment_len=SEGMENT_LEN,
-        reuse_len=reuse_len,
+        target_lengths=target_lengths,
         memory_len=memory_len,
         document_mask=document_mask,
         begins_documents=begins_documents,

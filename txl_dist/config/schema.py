@@ -385,6 +385,17 @@ def halves_of(segment_len: int, *, reuse_len: int, predicted_len: int) -> tuple[
     return (first, second)
 
 
+class TargetLengths(NamedTuple):
+    """Settings of `[train]` by which XLNet's objective chooses the tokens to predict. The fields are those of
+    `TrainSection`, with the same defaults."""
+
+    reuse_len: int = 0
+    predicted_len: int = 0
+    order_len: int = 0
+    longest_span: int = 5
+    span_context: int = 6
+
+
 class TrainSection(Section):
     """Settings for the batch size and the length of the run. All sizes are global."""
 
@@ -472,6 +483,17 @@ class TrainSection(Section):
         if self.is_permutation:
             return self.num_predicted
         return 0
+
+    @property
+    def target_lengths(self) -> TargetLengths:
+        """Settings by which XLNet's objective chooses the tokens to predict."""
+        return TargetLengths(
+            reuse_len=self.reuse_len,
+            predicted_len=self.predicted_len,
+            order_len=self.order_len,
+            longest_span=self.longest_span,
+            span_context=self.span_context,
+        )
 
     def halves(self) -> tuple[Half, ...]:
         """Return the halves of a segment in which XLNet's objective predicts tokens."""

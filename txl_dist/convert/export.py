@@ -143,7 +143,7 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
         weights=weights,
         tokenizer=tokenizer,
         segment_len=config.train.segment_len,
-        reuse_len=config.train.reuse_len,
+        target_lengths=config.train.target_lengths,
         memory_len=config.train.memory_len,
         memory_lens=config.train.memory_lens,
         document_mask=config.data.document_mask,

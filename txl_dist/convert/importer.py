@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from txl_dist.config.load import Config, check_config
-from txl_dist.config.schema import TrainSection
+from txl_dist.config.schema import TargetLengths, TrainSection
 from txl_dist.convert.huggingface import import_huggingface
 from txl_dist.convert.import_checks import Imported, read_peer_settings
 from txl_dist.convert.labml import import_labml
@@ -94,7 +94,7 @@ def import_model(
         weights=imported.weights,
         tokenizer=tokenizer or identity_tokenizer(vocab_size),
         segment_len=segment_len,
-        reuse_len=imported.reuse_len,
+        target_lengths=TargetLengths(reuse_len=imported.reuse_len),
         memory_len=memory_len,
         source={"imported": format, "file": path.name},
         probe=probe_of(network, memory_len=memory_len),

@@ -292,7 +292,7 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
         "same_length": False,
         "clamp_len": model.clamp_len or -1,
         "mem_len": package.memory_len or None,
-        "reuse_len": (package.reuse_len or package.segment_len) if model.any_order else None,
+        "reuse_len": (package.target_lengths.reuse_len or package.segment_len) if model.any_order else None,
         "seq_len": package.segment_len,
         "use_mems_eval": False,
         "use_mems_train": False,

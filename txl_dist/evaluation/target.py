@@ -88,7 +88,7 @@ def open_target(path: Path, *, data: str | Path, needs_causal: bool = True) -> T
             },
         }
         if bundle.section.any_order:
-            values["train"] |= {"objective": "permutation", "reuse_len": bundle.reuse_len}
+            values["train"] |= {"objective": "permutation", **bundle.target_lengths._asdict()}
         config = config_from_dict(values, source=where)
         where += _origin(bundle.source)
     else:

@@ -36,7 +36,7 @@ from torch import Tensor
 from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.config.registry import Plugin, owner_of, require_plugins
 from txl_dist.config.renamed import keys_in_new_names
-from txl_dist.config.schema import SCHEMES, Len, ModelSection, PositiveLen
+from txl_dist.config.schema import SCHEMES, Len, ModelSection, PositiveLen, TargetLengths
 from txl_dist.console.logging import logger
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.card import CARD, NOTHING_STATED, Card, Model, read_card, write_card, write_readme
@@ -69,7 +69,8 @@ for bf16 and for int8, on 14 kinds of random networks. On three trained networks
 
 
 class _Content(BaseModel):
-    """Content of config.json in a bundle. The key `begins_documents` is missing in bundles of old versions."""
+    """Content of config.json in a bundle. The key `begins_documents` is missing in bundles of old versions. Only models
+    that predict in any order have the keys of `TargetLengths`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -79,6 +80,10 @@ class _Content(BaseModel):
     probe_dtype: Literal["fp32", "bf16", "fp16", "int8"]
     segment_len: PositiveLen
     reuse_len: Len = 0
+    predicted_len: Len = 0
+    order_len: Len = 0
+    longest_span: PositiveLen = 5
+    span_context: PositiveLen = 6
     memory_len: Len
     memory_lens: tuple[Len, ...] = ()
     document_mask: bool
@@ -103,9 +108,8 @@ class Package:
     tokenizer: Tokenizer
     segment_len: int
     """Length of a segment in training, in tokens."""
-    reuse_len: int = 0
-    """For models that predict in any order: the number of a segment's first tokens that the memory stores. A value of 0
-    means all tokens."""
+    target_lengths: TargetLengths = dataclasses.field(default_factory=TargetLengths)
+    """For models that predict in any order: the settings by which training chose the tokens to predict."""
     memory_len: int
     """Length of the longest memory of any layer, in tokens."""
     memory_lens: tuple[int, ...] = ()
@@ -218,8 +222,8 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     lengths: dict[str, Any] = {"segment_len": package.segment_len, "memory_len": package.memory_len}
     if package.memory_lens:
         lengths["memory_lens"] = list(package.memory_lens)
-    if package.reuse_len:
-        lengths["reuse_len"] = package.reuse_len
+    if package.section.any_order:
+        lengths |= package.target_lengths._asdict()
     model = package.section.model_dump(mode="json")
     version = FORMAT_VERSIONS[-1]
     if not package.section.any_order:  # older versions of txl_dist can read it
@@ -318,7 +322,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
             weights=stored_weights(folder / WEIGHTS),
             tokenizer=load_tokenizer(folder / "tokenizer.json"),
             segment_len=content.segment_len,
-            reuse_len=content.reuse_len,
+            target_lengths=TargetLengths(*(getattr(content, name) for name in TargetLengths._fields)),
             memory_len=content.memory_len,
             memory_lens=content.memory_lens,
             document_mask=content.document_mask,

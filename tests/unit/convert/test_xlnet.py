@@ -49,7 +49,7 @@ def test_an_imported_bundle_gives_the_losses_of_hugging_face(tmp_path: Path, suf
     made = import_model(folder, tmp_path / "bundle", format="xlnet")
     assert (made.segment_len, made.memory_len, made.vocab_size) == (12, 9, 61)
     bundle = load_bundle(tmp_path / "bundle")
-    assert bundle.reuse_len == 6
+    assert bundle.target_lengths.reuse_len == 6
     assert bundle.section.segment_terms, "the golden's segment terms are trained"
     golden = read_golden("typed")
     memory = first_memory(bundle.model, golden, like=bundle.model.embedding.weight(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from tests.helpers.bundles import SEGMENT_LEN, Made, make
-from txl_dist.config.schema import halves_of
+from tests.helpers.checkpoints import sign
+from txl_dist.config.load import load_config
+from txl_dist.config.schema import TargetLengths, halves_of
 from txl_dist.console.formatting import flag_of
 from txl_dist.data.loader.evaluation import EvalStream
 from txl_dist.data.loader.stream import Segment
@@ -25,23 +28,25 @@ from txl_dist.evaluation.any_order import (
 )
 from txl_dist.evaluation.evaluate import evaluate_trained
 from txl_dist.evaluation.options import AdaptationOptions, Outputs, Overrides
+from txl_dist.evaluation.target import open_target
 from txl_dist.inference.bundle import load_bundle
 from txl_dist.model.prediction_order import PredictionOrder
 from txl_dist.model.transformer_xl import TransformerXL
 
 ANY_ORDER: dict[str, Any] = {"any_order": True, "share_biases": False}
 REUSE_LEN = 8
+LENGTHS = TargetLengths(REUSE_LEN)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["across documents", "document masks"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("any_order")
-    return make(folder, reuse_len=REUSE_LEN, document_mask=request.param, **ANY_ORDER)
+    return make(folder, target_lengths=LENGTHS, document_mask=request.param, **ANY_ORDER)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make(tmp_path_factory.mktemp("plain"), reuse_len=REUSE_LEN, **ANY_ORDER)
+    return make(tmp_path_factory.mktemp("plain"), target_lengths=LENGTHS, **ANY_ORDER)
 
 
 def evaluated(made: Made, **changes: Any) -> tuple[dict[str, Any], list[str]]:
@@ -83,18 +88,17 @@ def test_left_to_right_predicts_each_token_once_from_all_tokens_before_it(made: 
     results, _ = evaluated(made, prediction=("left_to_right",), memory_len=(400,))
     tokens_S, documents_S = held_out(made)
     model = model_of(made)
-    losses = []
-    key_S = torch.arange(len(tokens_S))[None]
-    for place in range(1, len(tokens_S)):
-        if document_mask and documents_S[place] != documents_S[place - 1]:
-            continue
-        order = PredictionOrder(key_S, key_S, torch.tensor([[place]]), len(tokens_S))
-        memory = model.empty_memory(num_lanes=1, memory_len=0)
-        with torch.no_grad():
-            hidden_B1D, _ = model(
-                tokens_S[None], memory, document_BT=documents_S[None] if document_mask else None, order=order
-            )
-            losses.append(float(model.softmax.losses(hidden_B1D, tokens_S[None, place : place + 1])))
+    key_1S = torch.arange(len(tokens_S))[None]
+    place_1m = torch.arange(1, len(tokens_S))[None]
+    if document_mask:
+        place_1m = place_1m[:, documents_S[1:] == documents_S[:-1]]
+    order = PredictionOrder(key_1S, key_1S, place_1m, len(tokens_S))
+    memory = model.empty_memory(num_lanes=1, memory_len=0)
+    with torch.no_grad():  # no query sees another query, so one pass predicts all tokens
+        hidden_1mD, _ = model(
+            tokens_S[None], memory, document_BT=documents_S[None] if document_mask else None, order=order
+        )
+        losses = model.softmax.losses(hidden_1mD, tokens_S[place_1m])[0].tolist()
     (result,) = results.values()
     assert result["tokens"] == len(losses)
     assert result["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
@@ -206,6 +210,31 @@ def test_each_prediction_and_each_memory_has_a_row_and_random_orders_show_their_
     assert "predicting 2 of every 16 tokens" in lines[0]
 
 
+def test_a_bundle_predicts_as_many_tokens_in_such_spans_as_its_training(tmp_path: Path, plain: Made) -> None:
+    lengths = TargetLengths(REUSE_LEN, predicted_len=6, order_len=4, longest_span=2, span_context=3)
+    other = make(tmp_path / "other", target_lengths=lengths, **ANY_ORDER)
+    assert load_bundle(other.bundle).target_lengths == lengths
+    target = open_target(other.bundle, data=other.corpus.folder, needs_causal=False)
+    assert target.config.train.target_lengths == lengths
+    assert load_config(other.bundle / "train.toml").train.target_lengths == lengths
+    results, lines = evaluated(other)
+    assert "predicting 6 of every 16 tokens" in lines[0]
+    default, _ = evaluated(plain)
+    assert results["random orders"]["tokens"] > 2.5 * default["random orders"]["tokens"]
+
+
+def test_a_bundle_without_these_lengths_predicts_a_sixth_of_its_segments(tmp_path: Path, plain: Made) -> None:
+    """Bundles that were written before their training's lengths were stored have only `reuse_len`."""
+    old = tmp_path / "old"
+    shutil.copytree(plain.bundle, old)
+    content = json.loads((old / "config.json").read_text())
+    for name in ("predicted_len", "order_len", "longest_span", "span_context"):
+        del content[name]
+    (old / "config.json").write_text(json.dumps(content))
+    sign(old)
+    assert load_bundle(old).target_lengths == LENGTHS
+
+
 def test_more_orders_score_more_tokens_and_the_first_order_is_the_same(plain: Made) -> None:
     one, _ = evaluated(plain, orders=1)
     again, _ = evaluated(plain)
@@ -285,6 +314,8 @@ def test_a_causal_model_refuses_the_options_of_any_order(tmp_path: Path, changes
 
 
 def test_a_split_shorter_than_a_segment_is_refused_with_its_length(tmp_path: Path) -> None:
-    short = make(tmp_path / "short", texts=[chr(97 + index) for index in range(12)], reuse_len=REUSE_LEN, **ANY_ORDER)
+    short = make(
+        tmp_path / "short", texts=[chr(97 + index) for index in range(12)], target_lengths=LENGTHS, **ANY_ORDER
+    )
     with pytest.raises(DataError, match="a segment needs 16 tokens"):
         evaluated(short)
