@@ -22,6 +22,7 @@ from txl_dist.convert.export import export_bundle
 from txl_dist.data.loader.lanes import lanes_of_rank
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.data.loader.stream_state import CorpusState, StreamState
+from txl_dist.data.loader.target_sampler import TargetSampler, TargetSettings
 from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.io.manifest import problems_of
@@ -30,7 +31,7 @@ from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.engine_probe import check_probe, make_probes
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.manager import prune_checkpoints
-from txl_dist.train.checkpoint.memories import load_lane_memory, resized
+from txl_dist.train.checkpoint.memories import load_lane_memory, memory_tensors, resized
 from txl_dist.train.checkpoint.read import (
     check_checkpoint,
     choose_checkpoint,
@@ -61,6 +62,10 @@ class Job:
         self.plan = plan_batch(config.train, world_size=ranks.world_size)
         self.engine = ZeroEngine(config, vocab_size=vocab_size, plan=self.plan, ranks=ranks)
         self.maker = batch_maker(self.engine.model, mask_documents=False)
+        self.sampler = None
+        if config.train.is_permutation:
+            words_V = np.ones(vocab_size, dtype=bool)
+            self.sampler = TargetSampler(TargetSettings.of(config.train), seed=1, begins_word_V=words_V)
         self.lanes = lanes_of_rank(config.train.num_lanes, rank=ranks.rank, world_size=ranks.world_size)
         empty = self.engine.empty_memory(num_lanes=config.train.microbatch_lanes, memory_len=config.train.memory_len)
         self.memories: tuple[Memory, ...] = (empty,) * self.plan.num_microbatches
@@ -68,7 +73,11 @@ class Job:
     def step(self, step: int) -> list[float]:
         shape = (self.config.train.num_lanes, self.config.train.segment_len + 1)
         ids = np.random.default_rng(step).integers(0, self.vocab_size, shape)[self.lanes.start : self.lanes.stop]
-        batches = self.maker.microbatches(plain_segment(ids), lanes=self.plan.microbatch_lanes)
+        segment, targets = plain_segment(ids), None
+        if self.sampler is not None:
+            positions = [step * self.config.train.step_len] * len(self.lanes)
+            targets = self.sampler.draw(segment, lanes=self.lanes, positions=positions)
+        batches = self.maker.microbatches(segment, lanes=self.plan.microbatch_lanes, targets=targets)
         losses, memories = [], []
         for index, (batch, memory) in enumerate(zip(batches, self.memories, strict=True)):
             torch.manual_seed(1000 * step + 10 * self.ranks.rank + index)
@@ -315,6 +324,48 @@ def test_a_checkpoint_of_any_stage_loads_into_any_other_on_any_number_of_ranks(
             assert torch.equal(one, other.float())
         assert torch.equal(ours.document_BM, theirs.document_BM)
         assert np.isfinite(loss)
+
+
+def permutation_job(ranks: RankInfo) -> Job:
+    config = tiny_config(
+        model={"any_order": True, "share_biases": False, "dropout": 0.1},
+        train={"objective": "permutation", "reuse_len": 5, "predicted_len": 3, "microbatch_lanes": 1},
+    )
+    return Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
+
+
+def save_permutation(ranks: RankInfo, run: str) -> dict[str, torch.Tensor]:
+    job = permutation_job(ranks)
+    for step in range(4):
+        job.step(step)
+    assert job.save(Path(run), step=4).error == ""
+    return memory_tensors(job.memories)
+
+
+def load_permutation(ranks: RankInfo, checkpoint: str) -> dict[str, torch.Tensor]:
+    job = permutation_job(ranks)
+    job.load(Path(checkpoint))
+    return memory_tensors(job.memories)
+
+
+def of_all_lanes(results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The memories of all ranks: hidden [layers, lanes, M, D] and document [lanes, M]."""
+    hidden = torch.cat([result["hidden"] for result in results], dim=1)
+    return {"hidden": hidden, "document": torch.cat([result["document"] for result in results])}
+
+
+def test_memories_of_a_permutation_run_load_bit_for_bit_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved = of_all_lanes(run_ranks(save_permutation, str(run), world_size=2, folder=tmp_path / "saved"))
+    assert saved["hidden"].shape == (2, 4, 12, 32)
+    assert (saved["document"] >= 0).all(), "4 steps of 5 tokens fill the 12 tokens of memory"
+    assert len({float(lane.sum()) for lane in saved["hidden"].unbind(1)}) == 4, "each lane has its own"
+    checkpoint = newest_checkpoint(run)[0]
+    for world_size in (1, 4):
+        folder = tmp_path / f"loaded-{world_size}"
+        loaded = of_all_lanes(run_ranks(load_permutation, str(checkpoint), world_size=world_size, folder=folder))
+        assert torch.equal(loaded["hidden"], saved["hidden"])
+        assert torch.equal(loaded["document"], saved["document"])
 
 
 def assert_same_values(one: Path, other: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.e2e.conftest import write_config
 from tests.e2e.test_permutation import XLNET, records
 from tests.e2e.test_resume import assert_same_state, losses
 from tests.e2e.test_stages import stream_of, tensors_of
@@ -90,13 +91,24 @@ def memories_of(checkpoint: Path) -> dict[int, dict[str, Tensor]]:
     return lanes
 
 
+NO_DROPOUT = ["--model.dropout", "0", "--model.attention_dropout", "0"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A run of 8 steps on two ranks without dropout."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = [*XLNET, *SHORT, *NO_DROPOUT, "--run.dir", "run"]
+    train(str(write_config(folder, corpus)), *words, cwd=folder, ranks=2)
+    return folder / "run"
+
+
 @pytest.mark.parametrize(("ranks", "microbatch_lanes"), [(1, 8), (1, 2), (4, 2)])
 def test_lanes_keep_their_memories_on_another_number_of_ranks(
-    tmp_path: Path, config_file: Path, ranks: int, microbatch_lanes: int
+    tmp_path: Path, config_file: Path, whole: Path, ranks: int, microbatch_lanes: int
 ) -> None:
-    words = [str(config_file), *XLNET, *SHORT, "--model.dropout", "0", "--model.attention_dropout", "0"]
-    whole, branch = tmp_path / "whole", tmp_path / "branch"
-    train(*words, "--run.dir", str(whole), cwd=tmp_path, ranks=2)
+    words = [str(config_file), *XLNET, *SHORT, *NO_DROPOUT]
+    branch = tmp_path / "branch"
     middle = whole / "checkpoints/step_000000004"
     words += ["--train.microbatch_lanes", str(microbatch_lanes), "--run.dir", str(branch), "--resume", str(middle)]
     train(*words, cwd=tmp_path, ranks=ranks)
@@ -108,11 +120,10 @@ def test_lanes_keep_their_memories_on_another_number_of_ranks(
         assert torch.allclose(memory["hidden"], found[lane]["hidden"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_run_continues_with_another_number_of_lanes(tmp_path: Path, config_file: Path) -> None:
+def test_a_run_continues_with_another_number_of_lanes(tmp_path: Path, config_file: Path, whole: Path) -> None:
     """Three lanes per rank instead of four."""
-    words = [str(config_file), *XLNET, *SHORT]
-    whole, branch = tmp_path / "whole", tmp_path / "branch"
-    train(*words, "--run.dir", str(whole), cwd=tmp_path, ranks=2)
+    words = [str(config_file), *XLNET, *SHORT, *NO_DROPOUT]
+    branch = tmp_path / "branch"
     middle = whole / "checkpoints/step_000000004"
     words += ["--train.num_lanes", "6", "--train.microbatch_lanes", "3", "--run.dir", str(branch)]
     train(*words, "--resume", str(middle), cwd=tmp_path, ranks=2)
