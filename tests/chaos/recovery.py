@@ -163,17 +163,21 @@ def shrunk(lab: Lab, *, lost: Sequence[int], left: int, stage: int = 1, then: st
     return lab.report(case)
 
 
-def node_lost(lab: Lab, *, stage: int = 1) -> Case:
-    """A node of one rank is lost with its memory. The spare node takes the rank, with the state of the partner."""
+def node_lost(lab: Lab, *, stage: int = 1, per_node: int = 1) -> Case:
+    """A node is lost with its memory. The spare node takes its ranks, with the state that the other node has kept."""
     words = (*ON, *PARTNER, "--recover.spare_nodes", "1", "--engine.zero_stage", str(stage))
     case, run = lab.case("recovery: node", stage=stage, fault="node 1 of 3"), lab.new_run("node")
-    with lab.start(run, *words, ranks=3, nodes=3) as job:
+    ranks = 3 * per_node
+    lost = range(per_node, 2 * per_node)
+    with lab.start(run, *words, ranks=ranks, nodes=3) as job:
         job.wait_for(lambda: run.highest_step >= STRUCK_AT and "has joined the job" in job.text)
-        job.kill_node(1)
+        job.kill_node(*lost)
         case.exit_codes.append(job.wait(limit_s=300))
         case.message_ok = "rank 1" in job.text and "continues on" in job.text
-    lab.judge(case, run, lab.unbroken(*words, ranks=3, nodes=3))
-    if case.exit_codes != [[0, -9, 0]]:
+    lab.judge(case, run, lab.unbroken(*words, ranks=ranks, nodes=3))
+    if case.steps_lost:
+        case.problems.append(f"{case.steps_lost} finished steps were made again")
+    if case.exit_codes != [[-9 if rank in lost else 0 for rank in range(ranks)]]:
         case.problems.append(f"exit codes {case.exit_codes}")
     if not case.message_ok:
         case.problems.append("the log does not say where the rank continues")
