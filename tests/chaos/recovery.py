@@ -358,5 +358,5 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for stage in range(4):
         yield partial(shrunk, lab, lost=[3], left=2, stage=stage)
         yield partial(shrunk, lab, lost=[0, 1, 2], left=1, stage=stage)
-        yield partial(node_lost, lab, stage=stage)
+        yield partial(node_lost, lab, stage=stage, per_node=1 + stage % 2)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")
