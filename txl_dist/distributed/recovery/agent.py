@@ -134,7 +134,7 @@ class Agent:
         """Last stop signal, and the process that it was sent to."""
         self._next_report_s = 0.0
         self._lock = ""
-        """Path of the run's lock if this rank holds it. The agent keeps it fresh while the rank has no process."""
+        """Path of the run's lock if this rank has entered it. The agent keeps it fresh while it has no process."""
         self._child: Child | None = None
         for number in SIGNALS:
             signal.signal(number, self._forward)
@@ -164,6 +164,8 @@ class Agent:
             self._coordinator.peer.close()
         if self._job is not None:
             withdraw_job(Path(self._options.run_dir), self._job)
+        if self._partner_server is not None:
+            self._partner_server.close()
         if self._server is not None:
             self._server.close(grace_s=END_S if code else 1.0)
         self._spare.end()
@@ -231,7 +233,7 @@ class Agent:
             self._begin_by_s = None
             self._pid = int(message["pid"])
             self._tell_coordinator({"kind": "started", "pid": self._pid})
-            if self._plan is not None:
+            if self._plan is not None and self._plan["rank"] >= 0:
                 self._tell_rank(self._plan)
         elif kind == "spare":
             self._spare.connect(connection, now_s)
@@ -306,7 +308,8 @@ class Agent:
             self._is_idle = message["rank"] < 0
             if self._is_idle:
                 self._end_rank()
-            self._tell_rank(message)
+            else:
+                self._tell_rank(message)
         elif kind == "meet":
             self._tell_rank(message)
         elif kind == "replace":
@@ -389,10 +392,6 @@ class Agent:
         self._closed_s = None
         self._begin_by_s = None
         self._page.clear()
-        if self._lock:
-            with suppress(OSError):  # the new rank 0 locks the run directory
-                os.unlink(self._lock)
-            self._lock = ""
 
     def _lose_coordinator(self) -> None:
         """End the rank, because no one can replace it any more. At the end of a run the rank ends by itself."""
@@ -400,7 +399,7 @@ class Agent:
         self._selector.unregister(self._coordinator.peer)
         self._coordinator.peer.close()
         self._coordinator = None
-        self._end({"kind": "end", "code": HANG, "reason": "the agent of rank 0 was lost"})
+        self._end({"kind": "end", "code": HANG, "reason": "the connection to the agent of rank 0 was lost"})
 
     def _end(self, message: Message) -> None:
         """Ask the rank to end, and kill it if it does not."""

@@ -161,7 +161,7 @@ class Coordinator:
             self._agents[number].status = Status(*message["status"])
             self._agents[number].heard_s = now_s
         elif kind == "started":
-            self._start(self._agents[number], int(message["pid"]), now_s)
+            self._start(number, int(message["pid"]), now_s)
         elif kind == "died":
             self._lose(number, message, now_s)
         elif kind == "unfilled":
@@ -238,16 +238,24 @@ class Coordinator:
         elif any(one.is_unfilled for one in self._ranked.values()):
             self._replace_elsewhere("", now_s)
 
-    def _start(self, agent: _Agent, pid: int, now_s: float) -> None:
-        """Note that a rank has a process."""
+    def _start(self, number: int, pid: int, now_s: float) -> None:
+        """Note that a rank has a process. A replacement that is too late, because its agent has no rank now, is killed.
+        """
+        agent = self._agents[number]
         agent.pid = pid
-        agent.is_alive = True
         agent.is_unfilled = False
+        if agent.rank < 0:
+            self.outbox.append((number, {"kind": "kill", "dump": False}))
+            return
+        agent.is_alive = True
         agent.started_s = now_s
 
     def _lose(self, number: int, message: Message, now_s: float) -> None:
         """Begin a new generation without the process of a rank that died, or end the job."""
         lost = self._agents[number]
+        if lost.rank < 0:  # the job continues without it
+            lost.is_alive = False
+            return
         cause = lost.kill or str(message["cause"])
         loss = self._note_loss(lost, cause, Status(*message["status"]), now_s)
         if loss is not None:
@@ -284,6 +292,8 @@ class Coordinator:
             reason = f"{loss}. The job had more than {PER_HOUR} recoveries within an hour"
         elif not self._is_complete:
             reason = f"{loss}, before all ranks had started"
+        elif any(one.has_left for one in self._ranked.values()):
+            reason = f"{loss}, after another rank had ended"
         if reason:
             self._end(reason)
             return None
@@ -342,8 +352,9 @@ class Coordinator:
             one.rank = -1
         for rank, one in enumerate(staying[:size]):
             one.rank = rank
-        for one in staying[size:]:
+        for one in staying[size:]:  # their agents kill them
             one.is_alive = False
+            one.kill = ""
             one.status = None
         self._world_size = size
         self.lines.append(f"{why}. The job continues with {size} of {counted(before, 'rank')}")
@@ -369,6 +380,7 @@ class Coordinator:
                 "local_size": len(neighbours),
                 "host": self._host_of_rank0(),
                 "others": self._idle_seats(one.node) if is_first else [],
+                "holder": self._agents[0].seat,
             }
             self.outbox.append((number, plan))
 

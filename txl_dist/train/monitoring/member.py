@@ -197,10 +197,12 @@ class Member:
     def lock(self, run_dir: Path) -> RunLock:
         """Return the lock of the run directory, which rank 0 keeps from one generation to the next.
 
-        The agent holds it, so it outlives this process. Raises ConfigError if another job has locked the directory.
+        The agent of the first rank 0 holds it as long as the job lives, also after another agent got rank 0. Raises
+        ConfigError if another job has locked the directory.
         """
         if self._lock is None:
-            nonce = self._seat.address.rpartition("-")[2]
+            holder = seat_of(self._plan["holder"]) if "holder" in self._plan else self._seat
+            nonce = holder.address.rpartition("-")[2]
             self._lock = RunLock.acquire(run_dir, nonce=nonce, holder_pid=self._seat.agent)
             self._tell({"kind": "lock", "path": str((run_dir / LOCK).resolve())})
         return self._lock

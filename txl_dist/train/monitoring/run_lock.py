@@ -13,8 +13,8 @@ create RUN.lock.N once more after this rename. The slower job then sees that RUN
 removes its file and starts again. A release works the same way: the holder creates RUN.lock.N itself, and then removes
 RUN.lock.
 
-With recovery the lock names the agent of rank 0, which outlives the rank. A replacement of rank 0 enters the lock again
-by its nonce. So no other job can take the lock while lost ranks are replaced.
+With recovery the lock names the agent of the first rank 0, without which the job ends. A replacement of rank 0 enters
+the lock again by its nonce, on any node. So no other job can take the lock while lost ranks are replaced.
 
 Limitations: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. Such a job notices the
 loss at its next heartbeat. So call `beat` and then `is_lost` right before anything irreversible.

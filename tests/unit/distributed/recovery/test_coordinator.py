@@ -255,6 +255,43 @@ def test_rank_0_moves_to_another_agent_and_the_others_learn_its_address() -> Non
     plans = {number: message for number, message in job.told() if message["kind"] == "plan"}
     assert {number: plan["rank"] for number, plan in plans.items()} == {0: -1, 1: 0, 2: 1}
     assert {plan["host"] for plan in plans.values()} == {"address of b"}
+    assert {plan["holder"][0] for plan in plans.values()} == {"seat 0"}  # it keeps the lock of the run directory
+
+
+def test_a_process_of_an_agent_that_has_no_rank_any_more_is_killed_and_its_end_is_no_loss() -> None:
+    job = Job("aaaa", on_loss="shrink", max_ranks=4)
+    job.lose(1)
+    job.lose(3)
+    job.tell(0, "unfilled", seat=["seat 1"])
+    assert job.ranks() == {0: 0, 1: -1, 2: 1, 3: -1}
+    job.tell(3, "started", pid=30)  # its replacement came too late
+    assert job.told() == [(3, {"kind": "kill", "dump": False})]
+    job.lose(3)
+    assert job.kinds() == []
+    assert job.coordinator.generation == 4
+
+
+def test_a_hang_is_found_after_a_rank_that_was_being_killed_has_lost_its_place() -> None:
+    job = Job("aaaa", on_loss="shrink", max_ranks=4)
+    for number in range(4):
+        job.status(number, idle_s=LIMIT_S + 1, waits=number != 3)
+    job.tick()
+    assert job.kinds() == [(3, "kill")]
+    job.lose(1)
+    job.tell(0, "unfilled", seat=["seat 1"])
+    job.recover(0, 2)
+    for number in (0, 2):
+        job.status(number, idle_s=LIMIT_S + 1, waits=number == 0)
+    job.tick()
+    assert job.kinds() == [(2, "kill")]
+
+
+def test_a_rank_lost_after_another_has_ended_ends_the_job() -> None:
+    job = Job()
+    job.tell(1, "left", code=0)
+    job.lose(2)
+    assert job.coordinator.is_ended
+    assert "after another rank had ended" in job.coordinator.lines[-1]
 
 
 def test_a_job_without_enough_ranks_for_the_lanes_ends() -> None:

@@ -8,6 +8,8 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,8 +17,10 @@ from tests.helpers.ranks import run_ranks
 from txl_dist.artifacts import LOCK
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.recovery.seat import Seat
 from txl_dist.errors import ConfigError
 from txl_dist.train.monitoring import run_lock
+from txl_dist.train.monitoring.member import Member
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
 
 SPAWN = mp.get_context("fork")
@@ -92,6 +96,26 @@ def test_a_job_whose_lock_was_taken_over_does_not_enter_it_again(tmp_path: Path)
     with pytest.raises(ConfigError, match="in use"):
         RunLock.acquire(tmp_path, nonce="feed")
     other.release()
+
+
+def seat_at(pid: int, word: str) -> Seat:
+    return Seat(f"txl-recovery-{pid}-{word}", pid, 0, [], [], {})
+
+
+def test_rank_0_on_another_agent_enters_the_lock_that_the_first_one_holds(tmp_path: Path) -> None:
+    pid = os.getpid()
+    lock = RunLock.acquire(tmp_path, nonce="feed", holder_pid=pid)
+    told: list[dict[str, str]] = []
+    member: Any = SimpleNamespace(_lock=None, _plan={}, _seat=seat_at(os.getppid(), "beef"), _tell=told.append)
+    with pytest.raises(ConfigError, match="in use by another job"):
+        Member.lock(member, tmp_path)
+    member._plan = {"holder": json.loads(seat_at(pid, "feed").to_json())}
+    assert Member.lock(member, tmp_path).nonce == lock.nonce
+    assert json.loads((tmp_path / LOCK).read_text())["process"][2] == pid  # which lives as long as the job
+    assert told == [{"kind": "lock", "path": str(tmp_path / LOCK)}]
+    Member.lock(member, tmp_path).release()
+    lock.release()
+    assert os.listdir(tmp_path) == []
 
 
 def race(folder: Path, gate, wins, num_rounds: int) -> None:
