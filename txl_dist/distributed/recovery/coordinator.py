@@ -239,8 +239,7 @@ class Coordinator:
             self._replace_elsewhere("", now_s)
 
     def _start(self, number: int, pid: int, now_s: float) -> None:
-        """Note that a rank has a process. A replacement that is too late, because its agent has no rank now, is killed.
-        """
+        """Note that a rank has a process. A replacement whose agent has lost its rank meanwhile is killed."""
         agent = self._agents[number]
         agent.pid = pid
         agent.is_unfilled = False

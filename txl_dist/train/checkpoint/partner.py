@@ -1,4 +1,7 @@
-"""The partner of a rank: the agent on the next node that keeps copies of the rank's state."""
+"""The partner of a rank: the agent on the next node that keeps copies of the rank's state.
+
+A job that has only one node left has no partners. Its agent can still have copies that it keeps for lost nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,37 @@ from txl_dist.errors import LostRankError, TrainingError
 class Partner:
     """Connection to the agent that keeps copies of this rank's state, and to all others that may have kept them."""
 
-    def __init__(self, own_rank: int, partner_rank: int, addresses: Sequence[PartnerAddress], *, every: int) -> None:
+    def __init__(
+        self, own_rank: int, partner_rank: int | None, addresses: Sequence[PartnerAddress], *, every: int
+    ) -> None:
         """Connect to the agent of `partner_rank`. `addresses` has the server of every rank's agent.
 
-        A version is sent every `every` steps. Raises LostRankError if the agent is gone.
+        A version is sent every `every` steps. With None no version is sent, and copies can only be fetched. Raises
+        LostRankError if the agent is gone.
         """
         self.rank = partner_rank
         self.every = every
         self._own_rank = own_rank
         self._addresses = addresses
-        try:
-            self._connection = PartnerConnection(addresses[partner_rank])
-        except OSError as error:
-            raise LostRankError(self._describe(error)) from error
+        self._connection: PartnerConnection | None = None
+        if partner_rank is not None:
+            try:
+                self._connection = PartnerConnection(addresses[partner_rank])
+            except OSError as error:
+                raise LostRankError(self._describe(error)) from error
 
     def close(self) -> None:
         """Close the connection. The agent keeps the copies."""
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def send(self, slot: SlotFile, *, kept: int) -> None:
         """Send the version in a slot, and wait for the acknowledgement. The version number `kept` is not replaced.
 
-        Raises LostRankError if the agent is gone, and TrainingError if it cannot keep the version.
+        The partner must have a rank. Raises LostRankError if the agent is gone, and TrainingError if it cannot keep the
+        version.
         """
+        assert self._connection is not None
         try:
             self._connection.put(slot, kept=kept)
         except (ConnectionError, TimeoutError) as error:
@@ -69,17 +80,16 @@ class Partner:
         return True
 
     def _describe(self, error: OSError) -> str:
+        assert self.rank is not None
         host = self._addresses[self.rank].host
         return f"the agent of rank {self.rank} at {host} keeps no copy of the state of rank {self._own_rank}: {error}"
 
 
-def find_partner(own: PartnerAddress, *, rank: int, every: int) -> Partner | None:
-    """Connect this rank to its partner. Returns None if the job has only one node. All ranks call it together.
+def find_partner(own: PartnerAddress, *, rank: int, every: int) -> Partner:
+    """Connect this rank to its partner, which has no rank if the job has only one node. All ranks call it together.
 
     `own` is the address of the server in this rank's agent. Raises LostRankError if the partner is gone.
     """
     places = gather_objects((node_name(), own))
     partner_rank = partner_of(rank, [node for node, _ in places])
-    if partner_rank is None:
-        return None
     return Partner(rank, partner_rank, [address for _, address in places], every=every)

@@ -85,7 +85,7 @@ class InJobRecovery(Recovery):
         if member.partner_address is not None:
             with member.collecting():
                 partner = find_partner(member.partner_address, rank=ranks.rank, every=partner_every)
-            if partner is None:
+            if partner.rank is None:
                 self._miss_partner()
         self._slots = StateSlots(
             member.slots,

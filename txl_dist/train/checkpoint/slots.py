@@ -19,7 +19,8 @@ Versions have serial numbers of their own, because a run that rewinds makes a st
 a later version is stored by all ranks.
 
 A job that has lost ranks for good continues with fewer. It reads the version that all earlier ranks have stored: any
-range of the weights, and the memories in the order of the lanes.
+range of the weights, and the memories in the order of the lanes. So does a job at ZeRO stage 0 if a rank has moved to
+another node, because the ranks of a node then store other shares.
 """
 
 from __future__ import annotations
@@ -237,6 +238,7 @@ class StateSlots:
             "loss_scale": engine.loss_scale(),
             "interval": sums,
             "counts": {fragment.parameter: fragment.step for fragment in fragments},
+            "share": self._share,
         }
         self._writing = self._thread.submit(self._write, self._next, layout, values, facts, self._copy.mark())
         self._next += 1
@@ -282,8 +284,8 @@ class StateSlots:
     def newest_common(self) -> StoredState | None:
         """Return the newest version that exists undamaged for all ranks, or None if there is none.
 
-        A rank that has lost its version, or whose version is damaged, fetches it from its partner. The version may be
-        of another number of ranks. All ranks call this method together.
+        A rank that has lost its version, or whose version is damaged, fetches it from an agent that keeps a copy. The
+        version may be of another number of ranks. All ranks call this method together.
         """
         own = [slot.head.version for slot in (*self._slots, *self._others)]
         kept = self._partner.versions() if self._partner is not None else []
@@ -291,17 +293,20 @@ class StateSlots:
         everywhere = {version for versions in by_rank for version in versions}
         self._next = max(version.serial for version in everywhere) + 1  # a number that exists nowhere
         for serial, world_size in _complete(everywhere):
+            slot = None
             if world_size == self._world_size:
                 slot = self._find(Version(serial, world_size, self._rank), by_rank)
-                slots = None if slot is None else [slot]
-            else:
-                slots = self._find_all(serial, world_size, by_rank)
+            if all(gather_objects(slot is not None and self._has_share(slot))):
+                assert slot is not None
+                self._newest = serial
+                return self._read(slot)
+            slots = self._find_all(serial, world_size, by_rank)
             if all(gather_objects(slots is not None)):
                 assert slots is not None
                 self._newest = serial
-                if world_size == self._world_size:
-                    return self._read(slots[0])
                 return self._read_part(slots)
+            for opened in slots or []:
+                opened.close()
         return None
 
     def close(self) -> None:
@@ -311,6 +316,11 @@ class StateSlots:
             slot.close()
         if self._partner is not None:
             self._partner.close()
+
+    def _has_share(self, slot: _Slot) -> bool:
+        """Return whether a version has this rank's present share. Then the ranks of each node have all weights."""
+        _, _, facts = slot.read()
+        return bool(facts["share"] == [*self._share])
 
     def _find(self, version: Version, by_rank: Sequence[Sequence[Version]]) -> _Slot | None:
         """Return the slot of this rank with an undamaged version, which other agents may have to send. Otherwise return
@@ -364,7 +374,7 @@ class StateSlots:
         return None
 
     def _read_part(self, slots: Sequence[_Slot]) -> StoredState:
-        """Read this rank's part of a version of another number of ranks. Closes the slots."""
+        """Read this rank's part of a version from the slots of all its ranks. Closes the slots."""
         contents = [slot.read() for slot in slots]
         for slot in slots:
             slot.close()
@@ -393,7 +403,7 @@ class StateSlots:
                 other_values, other_table, _ = other.read()
                 other.close()
                 parts.append((other_values, [_Piece(*piece) for piece in other_table["pieces"]]))
-        if self._partner is not None:
+        if self._partner is not None and self._partner.rank is not None:
             self._sent = slot.head.serial
             self._writing = self._thread.submit(self._partner.send, slot, kept=self._sent)
         tensors = [_MemoryTensor(*tensor) for tensor in table["memories"]]
@@ -410,7 +420,9 @@ class StateSlots:
         slot.write(version, layout, values, content, mark, lambda: failpoint("half-stored", step=step))
         self._newest = serial
         failpoint("stored", step=step)
-        if self._partner is not None and (not self._sent or serial >= self._sent + self._partner.every):
+        if self._partner is None or self._partner.rank is None:
+            return
+        if not self._sent or serial >= self._sent + self._partner.every:
             self._partner.send(slot, kept=self._sent)
             self._sent = serial
             failpoint("sent", step=step)

@@ -36,15 +36,22 @@ class Nodes:
             monkeypatch.setattr(module, "gather_objects", self.gather)
             monkeypatch.setattr(module, "node_name", self.name)
         self.count, self._folder, self._every = count, folder, every
-        self.servers = [PartnerServer() for _ in range(count)]
+        self.servers: list[PartnerServer] = []
         self.slots: list[StateSlots] = []
         self._values: list[Any] = [None] * count
         self._barrier = threading.Barrier(count, timeout=20)
         self._here = threading.local()
         for rank in range(count):
-            for path in self.paths(rank):
-                path.touch()
+            self.servers.append(self._boot(rank))
         self.begin()
+
+    def _boot(self, rank: int) -> PartnerServer:
+        """Make the empty slots and the server of an agent."""
+        for path in self.paths(rank):
+            path.touch()
+        server = PartnerServer()
+        server.offer([SlotFile(str(path)) for path in self.paths(rank)])
+        return server
 
     def paths(self, rank: int) -> list[Path]:
         return [self._folder / f"{rank}.{slot}" for slot in range(3)]
@@ -69,10 +76,18 @@ class Nodes:
     def lose(self, rank: int) -> None:
         """Lose a node with its memory. Another one takes its place."""
         self.servers[rank].close()
-        self.servers[rank] = PartnerServer()
         for path in self.paths(rank):
             path.unlink()
-            path.touch()
+        self.servers[rank] = self._boot(rank)
+
+    def shrink(self, count: int) -> None:
+        """Continue with the first nodes. The others are lost with their memory."""
+        for slots in self.slots[count:]:
+            slots.close()
+        del self.slots[count:]
+        self.count = count
+        self._values = [None] * count
+        self._barrier = threading.Barrier(count, timeout=20)
 
     def newest(self) -> list[StoredState | None]:
         """What each rank loads in a new generation."""
@@ -132,6 +147,38 @@ def test_a_lost_node_loses_no_step(make: Callable[..., Nodes], rank: int) -> Non
         nodes.step(step)
     nodes.lose(rank)
     assert_loaded(nodes.newest(), 3)
+
+
+def test_a_job_that_shrinks_to_one_node_has_the_copies_that_its_agent_keeps_for_the_lost_one(
+    make: Callable[..., Nodes],
+) -> None:
+    nodes = make(2)
+    nodes.step(1)
+    nodes.step(2)
+    nodes.shrink(1)
+    (stored,) = nodes.newest()
+    assert stored is not None
+    assert stored.step == 2
+    assert torch.equal(stored.source.read("weight", "w", start=0, length=2 * LENGTH), torch.arange(2.0 * LENGTH) + 2)
+    assert [memory.hidden[0][0, 0, 0].item() for memory in stored.memories] == [20, 20, 21, 21]
+    nodes.step(3)  # which no other node keeps
+    (stored,) = nodes.newest()
+    assert stored is not None
+    assert stored.step == 3
+
+
+def test_at_stage_0_a_rank_that_moves_to_another_node_has_all_weights(
+    make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = make(3)
+    for rank, share in enumerate((Share(0, 1), Share(0, 2), Share(1, 2))):  # ranks 1 and 2 were on one node
+        monkeypatch.setattr(nodes.slots[rank], "_share", share)
+        store(nodes.slots[rank], 1, rank=rank)
+    nodes.lose(2)
+    for rank, stored in enumerate(nodes.newest()):
+        assert stored is not None
+        assert torch.equal(stored.source.read("weight", "w", start=0, length=LENGTH), torch.arange(float(LENGTH)) + 1)
+        assert [memory.hidden[0][0, 0, 0].item() for memory in stored.memories] == [10 + rank] * 2
 
 
 def test_a_node_lost_before_its_version_was_sent_takes_all_ranks_to_the_version_before(
