@@ -118,7 +118,7 @@ def train(argv: Sequence[str]) -> int:
         from txl_dist.distributed.recovery.spare import is_spare, serve_replacements
         from txl_dist.train.monitoring.member import preload
 
-        preload(allow_gpu=recover.allow_gpu)
+        preload(allow_gpu=recover.allow_gpu, on_loss=recover.on_loss)
         if is_spare(os.environ):
             serve_replacements()  # returns in a process that takes the place of a lost rank
         else:

@@ -129,6 +129,10 @@ def check_config(config: Config) -> None:
             f"recover.spare_nodes={config.recover.spare_nodes} needs recover.spares=1",
         ),
         (
+            config.recover.on_loss == "stop" or config.recover.spares > 0,
+            f"recover.on_loss={config.recover.on_loss} needs recover.spares=1",
+        ),
+        (
             config.recover.partner_every == 1 or config.recover.copies == "partner",
             f"recover.partner_every={config.recover.partner_every} needs recover.copies=partner",
         ),

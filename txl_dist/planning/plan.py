@@ -26,7 +26,7 @@ from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.model.kernels.attention_launch import unsupported_shape_reason
 from txl_dist.planning import scaling
 from txl_dist.planning.hardware import Gpu, GpuCluster
-from txl_dist.planning.recovery_cost import RecoveryCost, recovery_cost
+from txl_dist.planning.recovery_cost import FAILURES_PER_GPU_HOUR, RecoveryCost, recovery_cost
 from txl_dist.planning.scaling import Point
 from txl_dist.planning.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.train.footprint.checkpoint import checkpoint_size
@@ -36,9 +36,6 @@ from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
 ENOUGH = 0.98
 """Fraction of the fastest option's speed that is fast enough. Among the options with at least this speed, the option
 with the least memory is chosen."""
-FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
-"""Number of failures per GPU and hour, computed from the unexpected interruptions of Llama 3's pre-training on H100
-(Dubey et al. 2024, table 5)."""
 RESTART_S = 300.0
 """Seconds that a restart after a failure takes. In addition, steps since the last checkpoint are lost. The value is a
 guess."""

@@ -23,14 +23,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FAILURES_PER_GPU_HOUR = 466 / (54 * 24 * 16_384)
-"""Interruptions per GPU and hour of Llama 3's pre-training, planned ones too (Dubey et al. 2024, section 3.3.4)."""
+from txl_dist.distributed.recovery.partner import NUM_PARTNER_SLOTS
+
+FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
+"""Number of failures per GPU and hour, computed from the unexpected interruptions of Llama 3's pre-training on H100
+(Dubey et al. 2024, table 5)."""
 RECOVER_S = 20.0
 """Seconds from a failure to the repeated step: the silence limit of 6 s, new process groups, engine and state. The
 value is a guess, because recovery has not run on GPUs."""
 REFERENCE_GPUS = 1000
 """Number of GPUs for which a plan shows the goodput too."""
-_PARTNER_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def recovery_cost(
         version_bytes = state_bytes / local_gpus + memory_bytes / gpus
     num_slots = 3 if has_partner and partner_every > 1 else 2
     if has_partner:
-        num_slots += _PARTNER_SLOTS
+        num_slots += NUM_PARTNER_SLOTS
         partner_s = local_gpus * version_bytes / (network_gb_s * 1e9)
     else:
         partner_s = 0.0

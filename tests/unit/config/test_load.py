@@ -264,6 +264,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ),
     ("recover.copies=partner needs recover.spares=1", {"recover": {"copies": "partner"}}),
     ("recover.spare_nodes=1 needs recover.spares=1", {"recover": {"spare_nodes": 1}}),
+    ("recover.on_loss=wait needs recover.spares=1", {"recover": {"on_loss": "wait"}}),
     ("recover.partner_every=2 needs", {"recover": {"spares": 1, "partner_every": 2}}),
 ]
 

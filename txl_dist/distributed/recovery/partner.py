@@ -24,6 +24,8 @@ from typing import NamedTuple
 from txl_dist.distributed.connection import listen
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, head_of, slot_to_replace
 
+NUM_PARTNER_SLOTS = 2
+"""Number of versions that an agent keeps for a rank of another node."""
 CONNECT_S = 10.0
 """Seconds in which a connection to an agent must succeed."""
 _KEY_LEN = 16
@@ -58,10 +60,11 @@ def partner_of(rank: int, nodes: Sequence[str]) -> int | None:
 
 
 class _Shelf:
-    """Two slots for the versions of one rank, and the connection that writes them."""
+    """The slots for the versions of one rank, and the connection that writes them."""
 
     def __init__(self, rank: int) -> None:
-        self.slots = [SlotFile(os.memfd_create(f"txl_partner_{rank}", os.MFD_CLOEXEC)) for _ in range(2)]
+        files = [os.memfd_create(f"txl_partner_{rank}", os.MFD_CLOEXEC) for _ in range(NUM_PARTNER_SLOTS)]
+        self.slots = [SlotFile(file) for file in files]
         self.lock = threading.Lock()
         self.writer: socket.socket | None = None
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from txl_dist.console.formatting import format_bytes
-
-NUM_PARTNER_SLOTS = 2
-"""Number of versions that an agent keeps for a rank of another node."""
+from txl_dist.distributed.recovery.partner import NUM_PARTNER_SLOTS
 
 
 class RankCopies(NamedTuple):

@@ -86,11 +86,11 @@ class RegroupError(BaseException):
     """
 
 
-def preload(*, allow_gpu: bool) -> None:
+def preload(*, allow_gpu: bool, on_loss: str) -> None:
     """Import everything that training needs, and take it out of the garbage collector's sight.
 
     A later collection then takes 20 ms and not 300, in which the rank would look frozen. Raises ConfigError if this
-    machine or these versions do not support recovery. `allow_gpu` is the setting `recover.allow_gpu`.
+    machine or these versions do not support recovery. `allow_gpu` and `on_loss` are settings of `[recover]`.
     """
     set_nccl_variables(os.environ)
     on_gpu = uses_gpu()
@@ -98,6 +98,11 @@ def preload(*, allow_gpu: bool) -> None:
         raise ConfigError(
             "recover.spares has run on CPUs only so far. Set DS_ACCELERATOR=cpu, or recover.spares to 0. To try it on "
             "GPUs, set recover.allow_gpu to true."
+        )
+    if on_gpu and on_loss == "shrink":
+        raise ConfigError(
+            "recover.on_loss=shrink works only on CPUs, because it changes local ranks, and so the GPU of a process. "
+            "Set it to stop or wait, or set DS_ACCELERATOR=cpu."
         )
     import_deepspeed()
     check_regroup(on_gpu=on_gpu)

@@ -95,10 +95,12 @@ def test_recovery_on_a_gpu_is_refused_unless_it_is_allowed(monkeypatch: pytest.M
     monkeypatch.setattr(member, "uses_gpu", lambda: True)
     monkeypatch.setattr(member, "set_nccl_variables", lambda environment: None)
     with pytest.raises(ConfigError, match=r"has run on CPUs only so far.*recover\.allow_gpu"):
-        member.preload(allow_gpu=False)
+        member.preload(allow_gpu=False, on_loss="stop")
+    with pytest.raises(ConfigError, match=r"recover\.on_loss=shrink works only on CPUs.*Set it to stop or wait"):
+        member.preload(allow_gpu=True, on_loss="shrink")
     monkeypatch.setattr(member, "import_deepspeed", lambda: None)
     monkeypatch.setattr(member, "_MODULES", ())
     monkeypatch.setattr(member, "check_regroup", lambda *, on_gpu: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="an import has started CUDA"):
-        member.preload(allow_gpu=True)
+        member.preload(allow_gpu=True, on_loss="stop")
