@@ -16,7 +16,7 @@ has width E_i, size V_i, and a share p_i of the tokens.
 If the model predicts in any order (XLNet), a step advances each lane (row of the batch) by R tokens. The step computes
 rows for the T tokens of the segment and m query rows, which have no keys and values. So the linear part counts query,
 output and feed-forward for T + m rows, and keys and values for T rows. All rows compute scores with all K keys. There
-are K + T - 1 distances, and the softmax has m rows. All numbers are then divided by R instead of T.
+are K + T - 1 distances. The softmax has m rows, and the embedding T. All numbers are then divided by R instead of T.
 
 A token sees S = M + (T+1)/2 keys on average. With same_length it sees M or M + 1 keys. MFU counts only these useful
 operations. It does not count masked parts of blocks, padded rows of clusters, or activations that are computed twice.
@@ -136,7 +136,7 @@ def flops_by_part(
     if scheme.has_distance_terms:
         shift = inner * seen * rows * 6.0
     shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
-    vocabulary = _vocabulary_flops(model, vocab_size=vocab_size, shares=shares)
+    vocabulary = _vocabulary_flops(model, vocab_size=vocab_size, shares=shares, tokens=tokens, predicted=predicted)
     linear_of_row = 2 * D * inner + model.num_ff_matrices * D * model.ff_width
     return {
         "linear": L * (linear_of_row * rows + 2 * D * inner * tokens) * 6.0,
@@ -144,14 +144,17 @@ def flops_by_part(
         "distances": distances,
         "scores": 2 * inner * seen * rows * 6.0,
         "shift": shift,
-        **{name: operations * predicted for name, operations in vocabulary.items()},
+        **vocabulary,
     }
 
 
-def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[float]) -> dict[str, float]:
+def _vocabulary_flops(
+    model: ModelSection, *, vocab_size: int, shares: Sequence[float], tokens: float, predicted: float
+) -> dict[str, float]:
     """Return the operations of softmax and projections per token.
 
-    Every token passes through the head. Only a share of the tokens passes through each tail and each embedding table.
+    All `predicted` tokens pass through the softmax's head. Only a share of them passes through each tail, and only a
+    share of the `tokens` that are read passes through each embedding table.
     """
     edges = (0, *model.cutoffs, vocab_size)
     embed_width = model.embed_width_or_default()
@@ -164,10 +167,10 @@ def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[
         if is_head:
             columns += len(model.cutoffs)
         if is_head:
-            passing = 1.0
+            passing = predicted
         else:
-            passing = shares[i]
+            passing = predicted * shares[i]
         softmax += passing * columns * table_width
         if is_projected(model, table_width=table_width):
-            projections += (passing + shares[i]) * table_width * model.width
+            projections += (passing + tokens * shares[i]) * table_width * model.width
     return {"softmax": softmax * 6, "projections": projections * 6}

@@ -269,7 +269,10 @@ def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     model = config.model
     dtype = DTYPES[config.engine.dtype]
     shape_reason = unsupported_shape_reason(
-        dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
+        dtype,
+        head_width=model.head_width,
+        has_position_bias=model.scheme.has_position_bias,
+        in_any_order=model.any_order,
     )
     if config.engine.attention == "plain":
         return "plain"
@@ -408,7 +411,7 @@ class _Planner:
         in_fp32 = DTYPES[config.engine.dtype].itemsize == 4
         # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So
         # where it replaces the kernels its probabilities are counted here, and in fp32 plain attention is the bound.
-        followed = changed(config, {"engine.attention": "plain" if kind == "plain" or in_fp32 else "auto"})
+        followed = changed(config, {"engine.attention": "plain" if kind == "plain" or in_fp32 else "triton"})
         plan = plan_batch(config.train, world_size=self.gpus)
         needed = bytes_per_rank(followed, plan=plan, vocab_size=self.question.vocab_size, on_gpu=True)
         if kind == "fused" and not in_fp32:
@@ -540,19 +543,30 @@ class _Planner:
 
 
 def _kept_scores_bytes(config: Config) -> float:
-    """Return the bytes of the probabilities that fused attention keeps for the backward pass, plus three times the
-    bytes of its buffer of scores."""
+    """Return the bytes that fused attention keeps for the backward pass and the Triton kernels do not, plus three times
+    the bytes of its buffer of scores.
+
+    In any order (XLNet) every row has a probability for each key. Query rows are computed in plain torch. They also
+    keep their probabilities in fp32, the columns of their distances, their mask, and copies of keys and values.
+    """
     model = config.model
     train = config.train
     size = DTYPES[config.engine.dtype].itemsize
     each = size + (1 if model.attention_dropout else 0)
     rows = train.microbatch_lanes * model.num_heads * train.segment_len
-    pairs = [rows * (length + (train.segment_len + 1) / 2) for length in train.memory_per_layer(model.num_layers)]
+    lens = train.memory_per_layer(model.num_layers)
+    seen_in_segment = (train.segment_len + 1) / 2
+    of_key = 0.0
+    if train.num_targets:
+        seen_in_segment = float(train.segment_len)
+        of_pair = model.num_heads * (each + 4) + 9
+        copies = 2 * model.num_heads * model.head_width * size
+        of_key = train.microbatch_lanes * (train.num_targets * of_pair + copies)
+    seen = [length + seen_in_segment for length in lens]
+    kept = [(rows * each + of_key) * keys for keys in seen]
     if config.engine.activation_checkpointing:
-        kept = max(pairs)
-    else:
-        kept = sum(pairs)
-    return kept * each + 3 * size * min(FUSED_BUFFER_LEN, max(pairs))
+        kept = [max(kept)]
+    return sum(kept) + 3 * size * min(FUSED_BUFFER_LEN, rows * max(seen))
 
 
 def _is_valid(config: Config) -> bool:

@@ -146,7 +146,10 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
     if chosen.engine.cuda_graph == "on":
         yield "  a CUDA graph: without it the host issues work more slowly than the GPU computes it"
     if chosen.attention != "kernels":
-        yield f"  attention is {chosen.attention}: the Triton kernels need bf16 or fp16, and Ampere or later"
+        reason = "need bf16 or fp16, and Ampere or later"
+        if chosen.config.model.any_order:
+            reason = "compute causal attention only (model.any_order)"
+        yield f"  attention is {chosen.attention}: the Triton kernels {reason}"
     parts = []
     for name, gib in chosen.needed_by_part_gib.items():
         if gib:

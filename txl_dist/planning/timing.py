@@ -358,7 +358,9 @@ def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) 
         operations = heads * num_scores * 3 * 2 * model.head_width * queries * seen
         return operations * KERNEL_WORK / (KERNEL_SHARE * gpu.flops(work.precision))
     product = Product(queries, model.head_width, seen, 3 * num_scores * heads)
-    passes = program.score_passes[work.attention]
+    # Query rows of prediction in random order are computed in plain torch.
+    share_plain = work.num_targets / queries
+    passes = (1 - share_plain) * program.score_passes[work.attention] + share_plain * program.score_passes["plain"]
     if model.attention_dropout:
         passes += program.dropout_passes
     return product.seconds(gpu, work) + heads * queries * seen * passes * work.num_bytes / _bandwidth(gpu)

@@ -300,7 +300,7 @@ def _attention(config: Config) -> str:
     shape = (1, 1, model.num_heads, model.head_width)
     device = torch.device("cuda" if uses_gpu() else "cpu")
     query = torch.empty(shape, dtype=DTYPES[config.engine.dtype], device=device)
-    reason = unsupported_reason(query, has_position_bias=model.scheme.has_position_bias)
+    reason = unsupported_reason(query, has_position_bias=model.scheme.has_position_bias, in_any_order=model.any_order)
     if reason is None:
         return "triton"
     if query.is_cuda:

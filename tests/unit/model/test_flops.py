@@ -85,6 +85,29 @@ def test_a_step_in_any_order_executes_what_the_formula_says(reuse_len: int) -> N
     assert 0.97 < counted(step) / formula < 1.12
 
 
+def test_in_any_order_the_embedding_reads_all_tokens_and_the_softmax_predicts_the_targets() -> None:
+    lanes, length, reuse_len, num_targets, vocab_size = 8, 64, 32, 11, 1000
+    narrow: dict[str, Any] = {"embed_width": 16, "tie_projections": (True,), "any_order": True}
+    model, ids_BT, _ = on_meta(
+        vocab_size=vocab_size, lanes=lanes, length=length, num_layers=1, width=64, num_heads=2, **narrow
+    )
+
+    def run() -> None:
+        hidden_BTD = model.embedding(ids_BT)
+        model.softmax(hidden_BTD[:, :num_targets], ids_BT[:, :num_targets]).sum().backward()
+
+    parts = flops_by_part(
+        model.section,
+        vocab_size=vocab_size,
+        segment_len=length,
+        memory_lens=[length],
+        microbatch_lanes=lanes,
+        step_len=reuse_len,
+        num_targets=num_targets,
+    )
+    assert counted(run) == pytest.approx((parts["softmax"] + parts["projections"]) * lanes * reuse_len, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -170,9 +170,16 @@ class Launch(NamedTuple):
         return math.prod(self.grid) / num_resident
 
 
-def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
-    """Return why the kernels cannot compute attention with this type, width and bias on any device. Returns None if
-    they can."""
+def unsupported_shape_reason(
+    dtype: torch.dtype, *, head_width: int, has_position_bias: bool, in_any_order: bool = False
+) -> str | None:
+    """Return why the kernels cannot compute attention with this type, width, bias and order on any device. Returns None
+    if they can.
+
+    With `in_any_order` queries can see later keys (XLNet).
+    """
+    if in_any_order:
+        return "the kernels compute causal attention only, and the model predicts in any order (model.any_order)"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, but the model computes in {str(dtype).removeprefix('torch.')}"
     if head_width > MAX_HEAD_WIDTH:
@@ -187,11 +194,14 @@ def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool, in_any_or
 
     With `in_any_order` queries can see later keys (XLNet).
     """
-    if in_any_order:
-        return "the kernels compute causal attention only, and the model predicts in any order (model.any_order)"
     shape_reason = unsupported_shape_reason(
-        query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias
+        query_BTNH.dtype,
+        head_width=query_BTNH.shape[-1],
+        has_position_bias=has_position_bias,
+        in_any_order=in_any_order,
     )
+    if in_any_order:
+        return shape_reason
     return unsupported_device_reason(query_BTNH) or shape_reason
 
 

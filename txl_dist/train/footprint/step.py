@@ -184,7 +184,11 @@ def _uses_kernels(step: MicroStep) -> bool:
         return False
     model = step.model
     reason = unsupported_shape_reason(
-        step.dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
+        step.dtype,
+        head_width=model.head_width,
+        has_position_bias=model.scheme.has_position_bias,
+        # With "triton" txl plan asks for the storages of the kernels, also where the kernels cannot run.
+        in_any_order=model.any_order and step.attention == "auto",
     )
     return reason is None
 
