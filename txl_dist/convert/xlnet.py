@@ -16,6 +16,7 @@ Shapes: D model width, N heads, H head width.
 from __future__ import annotations
 
 import base64
+import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
@@ -233,7 +234,8 @@ def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
         _write_tokenizer(folder, package.tokenizer)
         check_reread(import_xlnet(folder, user_settings={}).weights, cast, where=out)
         num_bytes = (folder / "model.safetensors").stat().st_size
-        write_readme(folder, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
+        described = package.described(dtype=dtype, num_bytes=num_bytes)
+        write_readme(folder, dataclasses.replace(described, is_xlnet_folder=True), ArtifactKind.HUGGINGFACE)
 
 
 def inexpressible(model: ModelSection) -> list[str]:

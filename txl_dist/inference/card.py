@@ -313,6 +313,8 @@ class Model:
     """Size in bytes of the file of weights. None if it is unknown."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """Origin of the weights, as config.json of the bundle records it."""
+    is_xlnet_folder: bool = False
+    """True if transformers loads the folder as XLNet, not as Transformer-XL."""
     card: Card
 
     @property
@@ -475,6 +477,8 @@ def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]
         flags = f"--prompt {json.dumps(PROMPT)}"
     else:
         flags = f"--tokens {' '.join(map(str, PROMPT_IDS))}"
+    if model.is_xlnet_folder or model.section.any_order:
+        return _xlnet_examples(model, kind, address)
     if kind is ArtifactKind.BUNDLE:
         load = (
             f"import txl_dist\n\nlm = txl_dist.load({json.dumps(address)})\n"
@@ -509,6 +513,22 @@ def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]
         "print([(one.name, one.shape) for one in token.get_inputs()])"
     )
     return [Code("Load with ONNX Runtime", "python", load), SERVE_THE_BUNDLE]
+
+
+def _xlnet_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]:
+    """Return example code for a bundle that predicts in any order, or for a folder that transformers loads as XLNet."""
+    quoted = shlex.quote(address)
+    if kind is ArtifactKind.BUNDLE:
+        return [
+            Code("Score a corpus", "bash", f"txl evaluate {quoted} --data CORPUS"),
+            Code("Fine-tune with transformers", "bash", f"txl export {quoted} FOLDER --format xlnet"),
+        ]
+    name = "XLNetForSequenceClassification" if model.section.any_order else "XLNetLMHeadModel"
+    load = f"from transformers import {name}\n\nmodel = {name}.from_pretrained({json.dumps(address)})"
+    return [
+        Code("Load with transformers", "python", load),
+        Code("Convert to a bundle", "bash", f"txl import {quoted} BUNDLE --format xlnet"),
+    ]
 
 
 def _transformers_code(address: str, *, takes_text: bool) -> str:
@@ -565,6 +585,9 @@ def _metadata(model: Model, kind: ArtifactKind) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["transformer-xl", *(["custom_code"] if kind is ArtifactKind.HUGGINGFACE_CODE else [])],
     }
+    if model.section.any_order:
+        del values["pipeline_tag"]
+        values["tags"] += ["xlnet"]
     if card.base_model:
         values["base_model"] = card.base_model
     results = [_result(score) for score in card.scores]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.xlnet import GOLDEN, first_memory, order_of, read_golden
 from txl_dist.config.schema import ModelSection
-from txl_dist.convert.export import export_to_xlnet
+from txl_dist.convert.export import (
+    export_to_huggingface,
+    export_to_huggingface_code,
+    export_to_onnx,
+    export_to_xlnet,
+    load,
+)
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.xlnet import export_xlnet, import_xlnet, inexpressible
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.evaluation.target import open_target
 from txl_dist.inference.bundle import load_bundle
-from txl_dist.inference.language_model import LanguageModel
 
 
 def folder_like_golden(tmp_path: Path, **config: Any) -> Path:
@@ -176,10 +183,33 @@ def test_what_an_xlnet_folder_cannot_express_is_named(tmp_path: Path) -> None:
         export_xlnet(tmp_path / "out", package)
 
 
-def test_commands_that_need_the_next_token_refuse_the_model(tmp_path: Path) -> None:
+def test_whatever_needs_the_next_token_refuses_the_model(tmp_path: Path) -> None:
+    bundle, out = tmp_path / "bundle", tmp_path / "out"
+    import_model(folder_like_golden(tmp_path), bundle, format="xlnet")
+    uses: dict[str, Callable[[], Any]] = {
+        "generate, serve, adapt, lm-eval": lambda: load(bundle),
+        "recl": lambda: open_target(bundle, data="corpus"),
+        "onnx": lambda: export_to_onnx(bundle, out),
+        "huggingface": lambda: export_to_huggingface(bundle, out),
+        "huggingface-code": lambda: export_to_huggingface_code(bundle, out),
+    }
+    for use in uses.values():
+        with pytest.raises(ConfigError, match=r"predicts tokens in any order \(model\.any_order\)") as caught:
+            use()
+        assert "can be scored with `txl evaluate`, and exported with `txl export`" in str(caught.value)
+        assert not out.exists()
+
+
+def test_the_card_of_a_folder_or_bundle_names_only_commands_that_take_it(tmp_path: Path) -> None:
     import_model(folder_like_golden(tmp_path), tmp_path / "bundle", format="xlnet")
-    with pytest.raises(ConfigError, match=r"predicts tokens in any order \(model\.any_order\)"):
-        LanguageModel(load_bundle(tmp_path / "bundle"))
+    export_to_xlnet(tmp_path / "bundle", tmp_path / "out")
+    cards = [(tmp_path / name / "README.md").read_text() for name in ("bundle", "out")]
+    for card in cards:
+        for refused in ("generat", "txl serve", "txl_dist.load", "TransfoXL", "--format huggingface"):
+            assert refused not in card
+    assert "txl export . FOLDER --format xlnet" in cards[0]
+    assert 'XLNetForSequenceClassification.from_pretrained(".")' in cards[1]
+    assert "txl import . BUNDLE --format xlnet" in cards[1]
 
 
 def test_a_folder_that_save_pretrained_wrote_is_not_replaced(tmp_path: Path) -> None:
