@@ -15,7 +15,7 @@ from tests.helpers.recipes import CONFIGS, header
 from txl_dist.cli.main import COMMANDS, main
 from txl_dist.config.load import Config, check_config, config_changes, load_config, plan_batch
 from txl_dist.config.schema import TrainSection
-from txl_dist.convert.xlnet import inexpressible
+from txl_dist.convert.xlnet import inexpressible, other_dropout_rates
 from txl_dist.data.prepare.datasets import NAMED
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.errors import ConfigError
@@ -190,6 +190,7 @@ def test_with_segment_terms_a_model_of_xlnet_has_hugging_faces_number_of_paramet
     assert count_parameters(model, vocab_size=VOCABULARIES["xlnet"]) == published
     assert f"Hugging Face counts {published:,}" in header(name)
     assert inexpressible(recipe(name).model) == [], "an export has the format of XLNet"
+    assert other_dropout_rates(recipe(name).model) == [], "the paper has one rate"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -223,6 +223,13 @@ def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
             f"an XLNet folder cannot express this model: {'; '.join(reasons)}. Train with the settings of "
             "XLNet, or export a bundle."
         )
+    if rates := other_dropout_rates(package.section):
+        logger.warning(
+            "an XLNet folder has one dropout rate. It will hold model.dropout=%s, and not %s. The scores are the same. "
+            "To train with equal rates, set these settings to the value of model.dropout",
+            package.section.dropout,
+            ", ".join(rates),
+        )
     out = out.resolve()
     require_older_export(out, needed={TOKENIZERS[0], "config.json"}, written=WRITTEN)
     cast = dict(package.open(dtype, where=str(out)).model.state_dict())
@@ -270,6 +277,13 @@ def inexpressible(model: ModelSection) -> list[str]:
     if model.embed_width_or_default() != model.width:
         reasons.append(f"model.embed_width is {model.embed_width}, not 0")
     return reasons
+
+
+def other_dropout_rates(model: ModelSection) -> list[str]:
+    """Return the dropout settings whose rate differs from `model.dropout`, with their values."""
+    names = [name for name in ModelSection.model_fields if name.endswith("_dropout")]
+    rates = {name: model.rate(getattr(model, name)) for name in names}
+    return [f"model.{name}={rate}" for name, rate in rates.items() if rate != model.dropout]
 
 
 def _config(package: Package, *, dtype: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@ unchanged."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -181,6 +182,18 @@ def test_what_an_xlnet_folder_cannot_express_is_named(tmp_path: Path) -> None:
     object.__setattr__(package, "section", other)
     with pytest.raises(CheckpointError, match=r"cannot express this model: model\.cutoffs"):
         export_xlnet(tmp_path / "out", package)
+
+
+def test_dropout_rates_that_an_xlnet_folder_cannot_hold_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import_model(folder_like_golden(tmp_path), tmp_path / "bundle", format="xlnet")
+    package = load_bundle(tmp_path / "bundle")
+    export_xlnet(tmp_path / "out", package)
+    assert "dropout" not in caplog.text
+    section = package.section.model_copy(update={"dropout": 0.2, "attention_dropout": 0.0, "ff_dropout": 0.2})
+    export_xlnet(tmp_path / "out", dataclasses.replace(package, section=section))
+    assert "will hold model.dropout=0.2, and not model.attention_dropout=0.0. The scores" in caplog.text
 
 
 def test_whatever_needs_the_next_token_refuses_the_model(tmp_path: Path) -> None:
