@@ -18,9 +18,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
@@ -89,19 +90,20 @@ class XlnetSettings(PeerSettings):
     vocab_size: int
     n_layer: int
     d_model: int
-    n_head: int
+    n_head: Annotated[int, Field(gt=0)]
     d_inner: int
     d_head: int | None = None
     ff_activation: str = "gelu"
     attn_type: Literal["bi", "uni"] = "bi"
     mem_len: int | None = None
-    reuse_len: int | None = None
+    reuse_len: Annotated[int | None, Field(ge=0)] = None
     bi_data: bool = False
     clamp_len: int = -1
     dropout: float = 0.1
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
-    seq_len: int | None = None
+    seq_len: Annotated[int | None, Field(ge=0)] = None
+    same_length: bool = False
 
 
 def import_xlnet(path: Path, *, user_settings: dict[str, Any]) -> Imported:
@@ -126,6 +128,11 @@ def import_xlnet(path: Path, *, user_settings: dict[str, Any]) -> Imported:
             "%s: bi_data is true. The model was trained on texts in both directions, which txl_dist does not train. It "
             "reads every text forwards",
             config_file,
+        )
+    if settings.same_length and settings.attn_type == "uni":
+        raise CheckpointError(
+            f"{config_file}: same_length is true and attn_type is 'uni', but txl_dist imports such models only with "
+            "same_length false, where each token sees the whole memory. Set same_length to false if this is intended."
         )
     peer_weights = only_tensors(read_parts(path), where=str(path))
     head = peer_weights.pop("lm_loss.weight", None)

@@ -143,6 +143,9 @@ def test_segment_terms_that_are_zero_are_left_out_and_written_as_zeros(tmp_path:
         ({"n_layer": 2}, r"transformer\.layer\.2\.\S+ .*surplus"),
         ({"d_inner": 50}, r"ff\.layer_1\.weight has shape \[48, 32\], expected \[50, 32\]"),
         ({"n_head": "four"}, "n_head"),
+        ({"n_head": 0, "d_head": None}, r"n_head = 0: Input should be greater than 0\. Correct the settings"),
+        ({"reuse_len": -3, "seq_len": 12}, r"reuse_len = -3: Input should be greater than or equal to 0\. Correct"),
+        ({"attn_type": "uni", "same_length": True}, r"same_length is true .* Set same_length to false"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused_in_one_line(
