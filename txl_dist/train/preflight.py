@@ -22,7 +22,11 @@ from txl_dist.distributed.collectives import uses_gpu
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import has_projections
-from txl_dist.model.kernels.attention_launch import unsupported_reason, unsupported_shape_reason
+from txl_dist.model.kernels.attention_launch import (
+    unsupported_device_reason,
+    unsupported_reason,
+    unsupported_shape_reason,
+)
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
@@ -157,8 +161,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         reason = unsupported_shape_reason(
             dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
         )
-        if reason is None and device.type != "cuda":
-            reason = f"the Triton kernels need a GPU, and this run uses the {device.type}"
+        if reason is None:
+            reason = unsupported_device_reason(torch.empty(0, device=device))
         if reason is not None:
             raise ConfigError(
                 f"engine.attention=triton cannot run: {reason}. Use --engine.attention auto, which uses the "

@@ -224,6 +224,9 @@ def test_attention_on_a_gpu_where_triton_fails_goes_without_triton_and_says_so(m
     terms = Terms(query, query, query, query[0])
     assert implementation("auto", terms) is fused_relative_attention
     assert not rows.runs("auto", query)
+    config = config_from_dict({"engine": {"precision": "bf16", "attention": "triton"}}, source="test")
+    with pytest.raises(ConfigError, match=r"engine\.attention=triton cannot run: a small kernel failed\. Use"):
+        check_hardware(config, device=torch.device("cpu"))
 
 
 def test_a_model_of_any_order_goes_without_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
