@@ -82,6 +82,28 @@ def in_one_line(error: BaseException) -> str:
     return f"{name}: {words}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message without its full stop, or the type of an error without a message.
+
+    The further lines of an error of torch are a stack trace.
+    """
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0].rstrip(".")
+
+
+def first_and_last_line(text: str) -> str:
+    """Return the first and the last line of a text that are not empty, joined by dots.
+
+    Each line is cut after 250 characters. The first line of a compiler's error says where the error is, and the last
+    line says what it is.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    ends = dict.fromkeys(line[:250] for line in (*lines[:1], *lines[-1:]))  # without a repetition
+    return " ... ".join(ends)
+
+
 class ConfigError(TxlError, ValueError):
     """Error for a setting that is unknown or impossible, or contradicts another setting, the corpus or the run."""
 

@@ -36,7 +36,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.benchmarks.gpu_rows import Journal, brief, entries, print_rows, rows
+from tools.benchmarks.gpu_rows import Journal, entries, print_rows, rows
+from txl_dist.errors import first_and_last_line
 
 ROOT = Path(__file__).parents[2]
 FAULTS = ("kill", "raise", "hang")
@@ -191,10 +192,10 @@ def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_
         if process.returncode == 0:
             return ""
         said.seek(begin)
-        lines = said.read().decode(errors="replace").splitlines()
+        words = first_and_last_line(said.read().decode(errors="replace"))
         if process.returncode < 0:
-            return f"killed by {signal.Signals(-process.returncode).name}. {brief(lines)}".strip()
-        return brief(lines) or f"exit status {process.returncode}"
+            return f"killed by {signal.Signals(-process.returncode).name}. {words}".strip()
+        return words or f"exit status {process.returncode}"
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from tools.benchmarks.gpu_rows import Journal, brief
+from tools.benchmarks.gpu_rows import Journal
+from txl_dist.errors import first_and_last_line
 
 
 class Setting(NamedTuple):
@@ -96,4 +97,4 @@ def is_of_interpreter(error: BaseException) -> bool:
 
 def error_words(error: BaseException) -> str:
     """Return the type of the error, and the first and the last line of its message."""
-    return f"{type(error).__name__}: {brief(str(error).splitlines())}"
+    return f"{type(error).__name__}: {first_and_last_line(str(error))}"

@@ -82,17 +82,6 @@ def append(path: Path, text: str) -> None:
         os.close(handle)
 
 
-def brief(lines: Iterable[str]) -> str:
-    """Return the first and the last line of an error that are not empty, at most 500 characters.
-
-    The first line of a compiler's error says where it is, and the last line says what it is.
-    """
-    told = [line.strip() for line in lines if line.strip()]
-    if len(told) < 2:
-        return "".join(told)[:250]
-    return f"{told[0][:250]} ... {told[-1][:250]}"
-
-
 def all_entries(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the entries of every run in the file. An incomplete line is skipped."""
     if not path.exists():

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tools.benchmarks import gpu_engine
 from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped
-from tools.benchmarks.gpu_rows import Row, brief
+from tools.benchmarks.gpu_rows import Row
 from tools.benchmarks.gpu_timing import times
 from tools.benchmarks.measuring import milliseconds
 from tools.benchmarks.peers import nvidia, original
@@ -42,6 +42,7 @@ from txl_dist.config.load import load_config
 from txl_dist.config.schema import EngineSection, ModelSection
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.distributed.collectives import RankInfo, distributed_context
+from txl_dist.errors import first_and_last_line
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.model.kernels import attention_launch
 from txl_dist.model.memory import EMPTY, AttentionMask
@@ -241,7 +242,7 @@ def tests(setting: Setting) -> dict[str, Job]:
             if report.when == "call" or report.outcome != "passed":
                 words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
                 row: Row = {"outcome": report.outcome, "seconds": round(report.duration, 2)}
-                self.rows.append(row | ({} if report.outcome == "passed" else {"words": brief(words.splitlines())}))
+                self.rows.append(row | ({} if report.outcome == "passed" else {"words": first_and_last_line(words)}))
 
     def run(test: str) -> Found:
         reporter = Reporter()

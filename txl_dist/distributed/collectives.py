@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from txl_dist.distributed.rank_environment import read_rank_environment
-from txl_dist.distributed.rendezvous import first_line, free_port, rendezvous
-from txl_dist.errors import ConfigError, LostRankError, TxlError
+from txl_dist.distributed.rendezvous import free_port, rendezvous
+from txl_dist.errors import ConfigError, LostRankError, TxlError, first_line
 
 T = TypeVar("T")
 

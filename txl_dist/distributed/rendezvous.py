@@ -21,7 +21,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from txl_dist.console.echo import echo
 from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, first_line
 
 NO_ANSWER_S = 30
 """Seconds, in addition to the timeout, that the ranks wait for the answer of rank 0."""
@@ -192,11 +192,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of the message of a torch exception. The further lines of the message are a stack trace."""
-    lines = str(error).splitlines()
-    if not lines:
-        return type(error).__name__
-    return lines[0].rstrip(".")

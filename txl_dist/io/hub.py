@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from txl_dist.errors import CheckpointError, ConfigError, TxlError, translate_errors
+from txl_dist.errors import CheckpointError, ConfigError, TxlError, first_line, translate_errors
 from txl_dist.io.files import path_of, read_json
 from txl_dist.io.manifest import FOR_PEOPLE, MANIFEST
 
@@ -174,7 +174,7 @@ def _reason(error: Exception) -> str:
     if status in (401, 403):
         return f"the Hub refuses the token ({status}). Use an account that may do this: {login}"
     if isinstance(error, errors.HfHubHTTPError) and status is not None:
-        return f"{constants.ENDPOINT} answers {status}: {error.server_message or _first_line(error)}"
+        return f"{constants.ENDPOINT} answers {status}: {error.server_message or first_line(error)}"
     if isinstance(error, errors.IncompleteSnapshotError):
         return f"the download is incomplete, and {constants.ENDPOINT} cannot be reached. Try again with a connection"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
@@ -182,11 +182,4 @@ def _reason(error: Exception) -> str:
             f"{constants.ENDPOINT} cannot be reached, and the model is not in the cache {constants.HF_HUB_CACHE}. "
             "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
         )
-    return f"{constants.ENDPOINT}: {_first_line(error)}. The same command continues the download"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    if lines:
-        return lines[0].rstrip(".")
-    return type(error).__name__
+    return f"{constants.ENDPOINT}: {first_line(error)}. The same command continues the download"

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl_dist.config.schema import ModelSection, TrainSection
+from txl_dist.errors import first_and_last_line
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms
 
@@ -228,8 +229,7 @@ def failed_kernel_reason(device: torch.device) -> str:
     try:
         is_right = run_small_kernel(device).tolist() == [[[1.0] * 8 + [0.0] * 8]]
     except Exception as error:  # noqa: BLE001  Triton, its compilers and the driver raise errors of many types
-        told = [line.strip() for line in str(error).splitlines() if line.strip()]
-        words = " ... ".join(dict.fromkeys([*told[:1], *told[-1:]]))
+        words = first_and_last_line(str(error))
         return f"a small Triton kernel failed on {device} ({type(error).__name__}: {words})"
     return "" if is_right else f"a small Triton kernel computed a wrong result on {device}"
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from txl_dist.console.logging import logger
+from txl_dist.errors import first_line
 
 MAX_GRAPHS = 16
 """Maximum number of graphs. Each shape of a micro-batch needs its own graph."""
@@ -189,7 +190,7 @@ def _free_cached_memory() -> None:
     try:
         torch.cuda.empty_cache()
     except RuntimeError as error:
-        logger.warning("engine.cuda_graph: unused GPU memory could not be freed (%s)", str(error).split("\n")[0])
+        logger.warning("engine.cuda_graph: unused GPU memory could not be freed (%s)", first_line(error))
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
