@@ -90,12 +90,12 @@ def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
 
 
 CURRENT = [0]
-"""Indices of the fake devices that were made the current one, the last of them now."""
+"""Indices of the fake GPUs that became the current one, one inside the other. The last index is the current GPU."""
 
 
 @contextmanager
 def _current_device(device: torch.device) -> Iterator[None]:
-    """Replacement of the context manager `torch.cuda.device`."""
+    """Make a fake GPU the current one, in place of the context manager `torch.cuda.device`."""
     CURRENT.append(device.index)
     try:
         yield

@@ -9,9 +9,9 @@
                                             sweep    score buffers and tiles of attention
                                             codes    whole steps of the original (TF32), of NVIDIA's code and of ours
     --run 2    comparison                   kernels  attention: ours, SDPA, FlexAttention with the term as score_mod
-               (570 s)                      recipes  steps of the WikiText-103 recipes, ours and the other codes'
+               (535 s)                      recipes  steps of the WikiText-103 recipes, ours and the other codes'
     --run 3    training                     curve    3,000 steps on real text, compared with the CPU
-               (570 s)                      resume   save and resume, equal bit for bit
+               (535 s)                      resume   save and resume, equal bit for bit
                                             memcheck one kernel under compute-sanitizer
 
 A section is a separate process with a time limit and a list of jobs. Each row is written to the disk as soon as it is
@@ -66,8 +66,8 @@ RUNS = {
         Section("sweep", 50, 20),
         Section("codes", 100, 50),
     ),
-    2: (Section("kernels", 230, 60), Section("recipes", 340, 70)),
-    3: (Section("curve", 330, 325), Section("resume", 190, 90), Section("memcheck", 50, 45)),
+    2: (Section("kernels", 215, 60), Section("recipes", 320, 70)),
+    3: (Section("curve", 310, 305), Section("resume", 175, 85), Section("memcheck", 50, 45)),
 }
 CALL_S = 540.0
 """Seconds of a run. A call of ten minutes also installs wheels, imports torch and copies files."""

@@ -23,7 +23,6 @@ import gzip
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -322,7 +321,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="archive that is written (.tar.gz)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--folder", type=Path, default=FOLDER, help="TRITON_CACHE_DIR on both machines")
-    parser.add_argument("--keep", action="store_true", help="keep what the folder contains; by default it is removed")
+    parser.add_argument("--keep", action="store_true", help="also pack what the folder contains")
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -331,8 +330,8 @@ def main() -> int:
     if arguments.out is None:
         parser.error("name the archive with --out FILE")
     folder = arguments.folder.absolute()
-    if not arguments.keep:
-        shutil.rmtree(folder, ignore_errors=True)
+    if not arguments.keep and folder.is_dir() and any(folder.iterdir()):
+        parser.error(f"{folder} is not empty. Remove it, or pack what it contains too with --keep.")
     rows = [compiled(part, folder) for part in announced(arguments.parts, what="part")]
     print_table("kernels", rows)
     count = pack(folder, arguments.out)

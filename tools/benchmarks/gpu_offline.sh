@@ -10,6 +10,7 @@ set -uo pipefail
 wheels=$1 out=$2
 shift 2
 site=${TXL_SITE:-/tmp/txl-site}
+mkdir -p "$out"
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$wheels"/*.whl || exit
 export PYTHONPATH=$site:$PWD            # the project is not installed
 export TRITON_CACHE_DIR=/tmp/txl-triton # where gpu_kernels compiled: the paths in the archive are absolute

@@ -15,7 +15,7 @@ import torch
 from tests.helpers.bundles import SEGMENT_LEN, Made, make
 from tests.helpers.checkpoints import sign
 from txl_dist.config.load import load_config
-from txl_dist.config.schema import TargetLengths, halves_of
+from txl_dist.config.schema import TargetLengths, TrainSection, halves_of
 from txl_dist.console.formatting import flag_of
 from txl_dist.data.loader.evaluation import EvalStream
 from txl_dist.data.loader.stream import Segment
@@ -233,6 +233,7 @@ def test_a_bundle_without_these_lengths_predicts_a_sixth_of_its_segments(tmp_pat
     (old / "config.json").write_text(json.dumps(content))
     sign(old)
     assert load_bundle(old).target_lengths == LENGTHS
+    assert TargetLengths() == TrainSection().target_lengths
 
 
 def test_more_orders_score_more_tokens_and_the_first_order_is_the_same(plain: Made) -> None:

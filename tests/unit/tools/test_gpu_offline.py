@@ -39,7 +39,7 @@ def make_wheel(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_command_installs_wheels_unpacks_kernels_and_leaves_rows(tmp_path: Path) -> None:
+def test_one_command_installs_wheels_unpacks_kernels_and_leaves_rows_after_a_job_is_killed(tmp_path: Path) -> None:
     wheels, out, kernel = tmp_path / "wheels", tmp_path / "out", tmp_path / "unpacked/kernel.cubin"
     for folder in (wheels, out, kernel.parent):
         folder.mkdir()
@@ -51,13 +51,15 @@ def test_one_command_installs_wheels_unpacks_kernels_and_leaves_rows(tmp_path: P
     own = {"TXL_SITE": str(tmp_path / "site"), "SEEN": str(tmp_path / "seen.txt")}
     own |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", SCRIPT, str(wheels), str(out), "--run", "1", "--rehearse", "--only", "device"]
+    command += ["--break", "device=kill"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert kernel.read_text() == "kernel"
     assert str(FOLDER) in (tmp_path / "seen.txt").read_text().splitlines()
     assert {path.name for path in out.iterdir()} == {"gpu.jsonl", "gpu.jsonl.log", "log.txt", "smi.txt"}
     found = [entry for entry in all_entries(out / "gpu.jsonl") if "state" not in entry]
-    assert {"machine", "copies", "products", "launches"} == {row["job"] for row in found}
+    assert [row.get("error") for row in found] == ["killed by SIGKILL.", *[None] * 6]
+    assert [row["job"] for row in found][1:] == ["copies"] * 2 + ["products"] + ["launches"] * 3
     assert "device: " in (out / "log.txt").read_text()
 
 
