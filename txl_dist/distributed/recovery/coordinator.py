@@ -421,6 +421,9 @@ class Coordinator:
             self.is_ended = True
             idle = [other for other, one in self._agents.items() if one.rank < 0]
             self.outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
+        elif not self._has_met:
+            one = self._agents[number]
+            self._end(f"rank {one.rank} on {one.host} had ended when another rank was lost")
 
     def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
@@ -483,9 +486,10 @@ class Coordinator:
         return {number: f"hung: no progress for {idle[number].idle_s:.0f} s" for number in ranks_waited_for(idle)}
 
     def _kill(self, number: int, why: str) -> None:
-        """Order an agent to kill its rank's process, once."""
-        if not self._agents[number].kill:
-            self._agents[number].kill = why
+        """Order an agent to kill its rank's process, once. An agent that has lost its rank meanwhile needs no order."""
+        one = self._agents[number]
+        if one.rank >= 0 and not one.kill:
+            one.kill = why
             self.outbox.append((number, {"kind": "kill", "dump": why.startswith("hung")}))
 
     def _end(self, reason: str) -> None:

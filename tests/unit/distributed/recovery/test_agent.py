@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from txl_dist.distributed.processes import process_id
+
 AGENT = """
 import os, subprocess, sys
 from txl_dist.distributed.recovery.agent import Agent
@@ -146,14 +148,6 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
     started.end()
 
 
-def test_a_killed_rank_is_replaced_and_the_other_keeps_its_process(agents: Agents) -> None:
-    survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
-    os.kill(victim, signal.SIGKILL)
-    assert agents.wait_for("met 2", rank=0) == survivor
-    assert agents.wait_for("met 2", rank=1) != victim
-    assert [agent.poll() for agent in agents.agents] == [None, None]
-
-
 def test_rank_0_is_replaced_like_any_other_and_twice(agents: Agents) -> None:
     victim, survivor = (agents.wait_for("began", rank=rank) for rank in (0, 1))
     os.kill(victim, signal.SIGKILL)
@@ -162,6 +156,7 @@ def test_rank_0_is_replaced_like_any_other_and_twice(agents: Agents) -> None:
     os.kill(second, signal.SIGKILL)
     assert agents.wait_for("met 3", rank=0) not in (victim, second)
     assert agents.wait_for("met 3", rank=1) == survivor
+    assert [agent.poll() for agent in agents.agents] == [None, None]
 
 
 def test_a_stopped_rank_is_killed_and_replaced(agents: Agents) -> None:
@@ -202,16 +197,6 @@ def test_a_job_whose_spares_fail_continues_with_fewer_ranks(tmp_path: Path) -> N
     agents.end()
 
 
-def test_spares_that_fail_one_after_another_end_the_job_with_the_reason(tmp_path: Path) -> None:
-    agents = Agents(tmp_path, num_bad_spares=100)
-    _, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
-    os.kill(victim, signal.SIGKILL)
-    assert [agent.wait(30) for agent in agents.agents] == [76, 76]
-    error = agents.agents[0].stderr
-    assert error is not None
-    assert "cannot be replaced, because the spares there have failed" in error.read()
-
-
 def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) -> None:
     survivor, other = (agents.wait_for("began", rank=rank) for rank in (0, 1))
     agents.agents[1].kill()
@@ -220,7 +205,10 @@ def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) 
     error = agents.agents[0].stderr
     assert error is not None
     assert "the agent of rank 1" in error.read()
-    assert other not in (survivor, 0)
+    end_s = time.monotonic() + 30
+    while process_id(other).lives():
+        assert time.monotonic() < end_s, "the rank of the lost agent still runs"
+        time.sleep(0.02)
 
 
 def test_an_error_of_a_rank_ends_all_agents_with_its_exit_code(agents: Agents) -> None:

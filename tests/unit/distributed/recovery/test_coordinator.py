@@ -294,6 +294,26 @@ def test_a_rank_lost_after_another_has_ended_ends_the_job() -> None:
     assert "after another rank had ended" in job.coordinator.lines[-1]
 
 
+def test_a_rank_that_ends_while_another_is_replaced_ends_the_job_which_would_wait_for_it() -> None:
+    job = Job()
+    job.lose(0)
+    job.tell(1, "left", code=0)
+    assert job.coordinator.is_ended
+    assert "rank 1 on a had ended when another rank was lost" in job.coordinator.lines[-1]
+
+
+def test_an_agent_that_loses_its_rank_while_stuck_ranks_are_judged_gets_no_order_to_kill() -> None:
+    job = Job("aab", on_loss="shrink", max_ranks=1)
+    job.status(1)
+    job.now_s += 7
+    job.status(0, idle_s=7)
+    job.status(2, silent_s=7)
+    job.tick()  # agent 1 is silent, and rank 2 is frozen
+    told = job.told()
+    assert [message["rank"] for _, message in told if message["kind"] == "plan"] == [0, -1, -1]
+    assert "kill" not in [message["kind"] for _, message in told]
+
+
 def test_a_job_without_enough_ranks_for_the_lanes_ends() -> None:
     job = Job("a", on_loss="shrink")
     job.lose(0)
