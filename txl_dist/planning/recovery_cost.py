@@ -36,7 +36,7 @@ REFERENCE_GPUS = 1000
 
 
 @dataclass(frozen=True)
-class Goodput:
+class PredictedGoodput:
     """Percentage of the time that new steps take. The rest goes to saving, copies, repeated steps and restarts."""
 
     gpus: int
@@ -69,8 +69,8 @@ class RecoveryCost:
     """Percentage of a step that training waits for the copies."""
     most_repeated_steps: int
     """Largest number of finished steps that a lost node repeats, in addition to the step in flight."""
-    goodput: Goodput
-    reference: Goodput
+    goodput: PredictedGoodput
+    reference: PredictedGoodput
     """Goodput of REFERENCE_GPUS GPUs with the same steps and the same size of versions."""
 
 
@@ -115,7 +115,7 @@ def recovery_cost(
     most_repeated = partner_every - 1 if has_partner else 0
     repeated_s = step_s * (1 + most_repeated) / 2
 
-    def goodput(count: int) -> Goodput:
+    def goodput(count: int) -> PredictedGoodput:
         return _goodput(count, wait_share=wait_share, wait_s=wait_s, restart_s=restart_s, repeated_s=repeated_s)
 
     return RecoveryCost(
@@ -133,7 +133,7 @@ def recovery_cost(
     )
 
 
-def _goodput(gpus: int, *, wait_share: float, wait_s: float, restart_s: float, repeated_s: float) -> Goodput:
+def _goodput(gpus: int, *, wait_share: float, wait_s: float, restart_s: float, repeated_s: float) -> PredictedGoodput:
     """Return the goodput of a number of GPUs.
 
     `wait_share` is the part of a step that waits for copies. `repeated_s` are the seconds of the steps that a recovery
@@ -144,7 +144,7 @@ def _goodput(gpus: int, *, wait_share: float, wait_s: float, restart_s: float, r
     saving = wait_s / interval_s
     without = saving + (interval_s / 2 + restart_s) / between_s
     with_recovery = saving + wait_share + (RECOVER_S + repeated_s) / between_s
-    return Goodput(
+    return PredictedGoodput(
         gpus=gpus,
         between_failures_s=between_s,
         without_pct=100 * max(0.0, 1 - without),

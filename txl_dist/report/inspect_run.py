@@ -27,7 +27,7 @@ from txl_dist.data.loader.stream_state import StreamState, first_state
 from txl_dist.data.verify import inspect as of_corpus
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.report.inspect_options import InspectOptions
-from txl_dist.report.recoveries import Recovery, read_recoveries, recovery_rows
+from txl_dist.report.recoveries import RecoveryRecord, read_recoveries, recovery_rows
 from txl_dist.rng import derive_seed
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
@@ -256,13 +256,13 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
         rows.append(_run_row(checkpoint, is_best=is_best))
     if facts["checkpoints"]:
         lines += format_table(rows)
-    lines += _recovery_lines([Recovery(**recovery) for recovery in facts["recoveries"]])
+    lines += _recovery_lines([RecoveryRecord(**recovery) for recovery in facts["recoveries"]])
     for other in facts["beside"]:
         lines.append(f"{other['name']}: {other['what']}")
     return lines
 
 
-def _recovery_lines(recoveries: Sequence[Recovery]) -> list[str]:
+def _recovery_lines(recoveries: Sequence[RecoveryRecord]) -> list[str]:
     """Return lines about the ranks that were replaced inside the running job, or no lines."""
     if not recoveries:
         return []

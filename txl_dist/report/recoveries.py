@@ -27,7 +27,7 @@ _MAX_TEXT = 300
 _MAX_ROWS = 300
 
 
-class Recovery(NamedTuple):
+class RecoveryRecord(NamedTuple):
     """Recovery of a run, as its event `recovered` describes it."""
 
     step: int
@@ -67,12 +67,12 @@ class Goodput(NamedTuple):
     """Estimated goodput with restarts instead of recoveries, in per cent."""
 
 
-def recoveries_of(events: Iterable[Event]) -> list[Recovery]:
+def recoveries_of(events: Iterable[Event]) -> list[RecoveryRecord]:
     """Return the recoveries among the events of a run. Values that are missing become 0 or empty."""
     return [_recovery(event) for event in events if event.name == "recovered"]
 
 
-def read_recoveries(run_dir: Path) -> list[Recovery]:
+def read_recoveries(run_dir: Path) -> list[RecoveryRecord]:
     """Return the recoveries in the records of a run, without other records. Hours are unknown, and are 0.
 
     The list is empty if the records cannot be read.
@@ -86,14 +86,14 @@ def read_recoveries(run_dir: Path) -> list[Recovery]:
     return recoveries_of(event._replace(hours=0.0) for event in events)
 
 
-def _recovery(event: Event) -> Recovery:
+def _recovery(event: Event) -> RecoveryRecord:
     fields = event.fields
     ranks = [rank for rank in _list_of(fields.get("ranks")) if type(rank) is int]
     hosts = [printable(str(host)) for host in _list_of(fields.get("hosts"))]
     why = printable(str(fields.get("why", "")))
     seconds = [fields.get(phase) for phase in PHASES]
     known = [max(0.0, float(value)) if is_number(value) else 0.0 for value in seconds]
-    return Recovery(event.step, event.hours, ranks, hosts, why[:_MAX_TEXT], *known)
+    return RecoveryRecord(event.step, event.hours, ranks, hosts, why[:_MAX_TEXT], *known)
 
 
 def goodput_of(history: History, *, step_ms: float | None) -> Goodput | None:
@@ -147,7 +147,7 @@ def goodput_sentences(goodput: Goodput) -> list[str]:
     ]
 
 
-def recovery_rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
+def recovery_rows(recoveries: Sequence[RecoveryRecord]) -> list[list[str]]:
     """Return table rows of the newest recoveries: step, ranks, hosts, seconds of each phase, and the cause."""
     rows = [["step", "ranks", "hosts", "notice, s", "regroup, s", "restore, s", "redo, s", "sum, s", "cause"]]
     for recovery in recoveries[-_MAX_ROWS:]:

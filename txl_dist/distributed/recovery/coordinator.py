@@ -44,7 +44,7 @@ PER_HOUR = 120
 _HOUR_S = 3600.0
 
 
-class Progress(Protocol):
+class RankProgress(Protocol):
     """Progress of a rank, as far as `ranks_waited_for` needs it."""
 
     @property
@@ -509,7 +509,7 @@ class Coordinator:
         self.outbox.append((first, message))
 
 
-def ranks_waited_for(ranks: Mapping[int, Progress]) -> list[int]:
+def ranks_waited_for(ranks: Mapping[int, RankProgress]) -> list[int]:
     """Return the ranks for which the other ranks wait.
 
     These are the ranks at the lowest step. If some of these ranks are outside a collective, only the ranks outside are
