@@ -618,7 +618,7 @@ def test_records_of_other_sizes_than_the_index_says_are_refused(tmp_path: Path) 
     index = json.loads((corpus.folder / "index.json").read_text())
     index["splits"]["train"]["shards"][0]["tokens"] += 40
     write_hashed_json(corpus.folder / "index.json", {key: v for key, v in index.items() if key != "self_sha256"})
-    with pytest.raises(DataError, match=r"train-000000\.tar\.idx lists .* the index says"):
+    with pytest.raises(DataError, match=r"train-000000\.tar\.idx lists .* index\.json says"):
         take(stream(open_corpus(corpus.folder)), 300)
 
 
