@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tools.benchmarks.fake_gpu import MULTIPROCESSORS, fake_gpu
+from tools.benchmarks.fake_gpu import MULTIPROCESSORS, HopperDriver, fake_gpu
 from tools.benchmarks.measuring import announced, print_table
 from tools.benchmarks.trainers import Sizes, zipf_segments
 from txl_dist.config.load import Config, load_config, plan_batch
@@ -384,23 +384,10 @@ def machine_of(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]
     """Compile a kernel for sm_90. Return the registers per thread, the bytes of shared memory and the warps of a
     program."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
-    class Hopper:
-        """The part of a Triton driver that compilation needs."""
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    driver._active = Hopper()
+    driver._active = HopperDriver()
     given = [MockTensor(x.dtype) if isinstance(x, Tensor) else x for x in arguments]
     built = kernel.run(*given, grid=(1,), warmup=True, **settings)
     binary = folder / "kernel.cubin"

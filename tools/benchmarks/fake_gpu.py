@@ -34,6 +34,24 @@ MULTIPROCESSORS = 132
 _CUDA, _META = torch.device("cuda", 0), torch.device("meta")
 
 
+class HopperDriver:
+    """The part of a Triton driver that compilation for compute capability 9.0 needs. No GPU is used."""
+
+    def get_current_target(self) -> Any:
+        """Return what Triton compiles for."""
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """Return the number of the device."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
+        return 0
+
+
 class Recorder(Protocol):
     """Interface of an object that gets every operation and every kernel of the fake device."""
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from tools.benchmarks.fake_gpu import fake_gpu
+from tools.benchmarks.fake_gpu import HopperDriver, fake_gpu
 from tools.benchmarks.measuring import announced, print_table
 from txl_dist.model.kernels import attention_launch
 
@@ -65,22 +65,9 @@ class CompilingRecorder:
 
     def compile_all(self) -> int:
         """Compile all recorded kernels and their launchers for sm_90. Return the number of different kernels."""
-        from triton.backends.compiler import GPUTarget
         from triton.runtime import driver
 
-        class Hopper:
-            """The part of a Triton driver that compilation needs."""
-
-            def get_current_target(self) -> GPUTarget:
-                return GPUTarget("cuda", 90, 32)
-
-            def get_current_device(self) -> int:
-                return 0
-
-            def get_current_stream(self, device: int) -> int:
-                return 0
-
-        driver._active = Hopper()
+        driver._active = HopperDriver()
         built: dict[int, Any] = {}
         for kernel, arguments, settings in self.launches.values():
             compiled = kernel.run(*arguments, grid=(1,), warmup=True, **settings)

@@ -1,6 +1,6 @@
 """The seat of a rank: all that an agent gives to the process that is the rank, and to each replacement of it.
 
-A seat outlives its processes. The agent holds it: a Unix socket for messages, a page with the rank's status, and two
+A seat outlives its processes. The agent holds it: a Unix socket for messages, a page with the rank's status, and
 files in memory for copies of the rank's state. The process opens the files as /proc/AGENT/fd/NUMBER.
 """
 

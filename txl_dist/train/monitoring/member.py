@@ -325,7 +325,7 @@ class Member:
                 port = self._store.port
             self._tell({"kind": "ready", "generation": self.generation, "port": port})
             with self._condition:
-                self._condition.wait_for(lambda: self._has_met() or self._is_superseded() or self._is_ended)
+                self._condition.wait_for(lambda: self._has_met() or self.must_leave)
             if self._is_ended:
                 raise self._ended()
             if self._has_met():
@@ -374,7 +374,7 @@ class Member:
     def _wait_for_plan(self) -> None:
         """Wait in a replacement for the plan with which it joins. Raises LostRankError if the job ends."""
         with self._condition:
-            self._condition.wait_for(lambda: self._is_superseded() or self._is_ended)
+            self._condition.wait_for(lambda: self.must_leave)
         if self._is_ended:
             raise self._ended()
 
@@ -392,7 +392,7 @@ class Member:
         self.beat("regroup")
         wait_s = PLAN_S if may_come_from_loss(error) else OWN_S
         with self._condition:
-            self._condition.wait_for(lambda: self._is_superseded() or self._is_ended, wait_s)
+            self._condition.wait_for(lambda: self.must_leave, wait_s)
         return self._is_superseded()
 
     def _tell(self, message: Message) -> None:

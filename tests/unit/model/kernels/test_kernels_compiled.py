@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tools.benchmarks.fake_gpu import HopperDriver
 from txl_dist.model import fused_softmax
 from txl_dist.model.fused_softmax import Cluster, Columns, fused_linear_cross_entropy
 from txl_dist.model.kernels import attention_launch
@@ -104,21 +105,8 @@ class Machine(NamedTuple):
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """By name, the kernels that were launched since; they are compiled for sm_90 and not run."""
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
-
-    class Hopper:
-        """As much of a driver as compilation asks for."""
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
 
     kernels: dict[str, Any] = {}
     used: list[JITFunction[Any]] = []
@@ -130,7 +118,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         return kernel
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", Hopper())
+    monkeypatch.setattr(driver, "_active", HopperDriver())
     yield kernels
     for kernel in used:
         kernel.device_caches.clear()  # what was compiled for device 0 is not for the one that may really be there
