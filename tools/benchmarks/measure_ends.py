@@ -90,26 +90,49 @@ CASES: dict[str, Strike] = {
 }
 
 
-def measure(folder: Path, strike: Strike, *, num_ranks: int) -> tuple[float, float, int]:
-    """Run one trial. Return (seconds until the other ranks had ended, seconds until `txl launch` had ended, exit code
-    of `txl launch`)."""
-    run = folder / f"run-{random.getrandbits(40)}"
-    words = ["launch", "--num_accelerators", str(num_ranks), "ends.toml", "--run.dir", str(run)]
+def prepare_corpus(folder: Path) -> None:
+    """Write ends.toml and the corpus that it names."""
+    (folder / "ends.toml").write_text(SETTINGS, encoding="utf-8")
+    text = "\n\n".join(f"text {number} " * 200 for number in range(200))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    words = ["prepare", "text.txt", "--out", "corpus", "--tokenizer", "byte", "--documents", "blank_line"]
+    command = [sys.executable, "-m", "txl_dist", *words, "--valid-fraction", "0.1"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def start_launcher(folder: Path, run: Path, *words: str, num_ranks: int) -> subprocess.Popen[bytes]:
+    """Start `txl launch ends.toml`, with its output in the file `output`. Return the launcher once the run trains."""
+    words = ("launch", "--num_accelerators", str(num_ranks), "ends.toml", "--run.dir", str(run), *words)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
+    log = run / "log.txt"
+    num_before = log.stat().st_size if log.exists() else 0
     with (folder / "output").open("a") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "txl_dist", *words], cwd=folder, env=environment, stdout=output, stderr=output
         )
-    launcher = psutil.Process(process.pid)
-    while not (run / "log.txt").exists() or "  train  " not in (run / "log.txt").read_text():
+    while not log.exists() or b"  train  " not in log.read_bytes()[num_before:]:
         if process.poll() is not None:
             sys.exit((folder / "output").read_text())
         time.sleep(0.05)
-    time.sleep(random.random())
+    return process
+
+
+def launched_ranks(launcher: psutil.Process) -> list[psutil.Process]:
+    """Return the processes that the launcher has started as ranks, in the order of the ranks."""
     found = [child for child in launcher.children(recursive=True) if any("--local_rank=" in w for w in child.cmdline())]
     of_rank = {child.environ()["RANK"]: child for child in found if "deepspeed.launcher.launch" not in child.cmdline()}
-    ranks = [of_rank[str(rank)] for rank in range(num_ranks)]
+    return [of_rank[rank] for rank in sorted(of_rank, key=int)]
+
+
+def measure(folder: Path, strike: Strike, *, num_ranks: int) -> tuple[float, float, int]:
+    """Run one trial. Return (seconds until the other ranks had ended, seconds until `txl launch` had ended, exit code
+    of `txl launch`)."""
+    run = folder / f"run-{random.getrandbits(40)}"
+    process = start_launcher(folder, run, num_ranks=num_ranks)
+    launcher = psutil.Process(process.pid)
+    time.sleep(random.random())
+    ranks = launched_ranks(launcher)
     start_s = time.monotonic()
     dead = strike(launcher, ranks, run)
     waiting = [rank for rank in ranks if rank != dead]
@@ -133,16 +156,7 @@ def main() -> None:
     print("| what | trials | other ranks gone, s | txl launch gone, s | exit code |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "ends.toml").write_text(SETTINGS, encoding="utf-8")
-        text = "\n\n".join(f"text {number} " * 200 for number in range(200))
-        (folder / "text.txt").write_text(text, encoding="utf-8")
-        prepare = ["prepare", "text.txt", "--out", "corpus", "--tokenizer", "byte", "--documents", "blank_line"]
-        subprocess.run(
-            [sys.executable, "-m", "txl_dist", *prepare, "--valid-fraction", "0.1"],
-            cwd=folder,
-            check=True,
-            capture_output=True,
-        )
+        prepare_corpus(folder)
         for case in announced(arguments.cases, what="case"):
             found = [measure(folder, CASES[case], num_ranks=arguments.ranks) for _ in range(arguments.trials)]
             ranks_s, launch_s, codes = zip(*found, strict=True)

@@ -84,7 +84,8 @@ ELSEWHERE: dict[str, str] = {
     "benchmarks/gpu_later": "needs a CUDA device",
     "checks/guard": "its smallest part trains twice on two ranks: more than a minute of a core",
     "benchmarks/huggingface_theirs": "needs transformers 4",
-    "benchmarks/measure_ends": "its smallest case starts a training by DeepSpeed's launcher: half a minute of a core",
+    "benchmarks/measure_ends": "its smallest case starts a training by DeepSpeed's launcher: 30 s of a core",
+    "benchmarks/measure_recovery": "its smallest case starts a training by DeepSpeed's launcher: 30 s of a core",
     "benchmarks/original_train": "needs the original authors' code",
     "benchmarks/step_worker": "is started by benchmarks/step",
 }
@@ -208,6 +209,7 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tm
         ("benchmarks/count_graphs", ["--steps", "-2"], "--steps: -2 is not a whole number of 1 or more"),
         ("benchmarks/gpu_engine", ["--tiny"], "--tiny does not make the reference: name another file with --json FILE"),
         ("benchmarks/measure_ends", ["--cases", "fire"], "--cases: invalid choice: 'fire'"),
+        ("benchmarks/measure_recovery", ["--ranks", "1"], "--ranks must be at least 2: one rank is never struck"),
     ],
 )
 def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(

@@ -148,6 +148,7 @@ class Coordinator:
         self._planned_s = 0.0
         self._began_s = 0.0  # time of the first loss since the last finished step
         self._has_met = True
+        self._met_s = 0.0  # time since which the ranks of this generation may connect to each other
         self._is_complete = False  # whether all ranks have had an agent
         self._port = 0
         self._say_s = 0.0  # time of the next line about ranks that the job waits for
@@ -167,7 +168,7 @@ class Coordinator:
         elif kind == "unfilled":
             self._stay_unfilled(list(message["seat"]), now_s)
         elif kind == "ready":
-            self._become_ready(number, message)
+            self._become_ready(number, message, now_s)
         elif kind == "stepped":
             self._finish_step(number, int(message["generation"]))
         elif kind == "failed":
@@ -392,7 +393,7 @@ class Coordinator:
         """Return the seats on a node that hold no rank. Their slots may hold state of an earlier generation."""
         return [one.seat for one in self._agents.values() if one.node == node and one.rank < 0 and one.is_connected]
 
-    def _become_ready(self, number: int, message: Message) -> None:
+    def _become_ready(self, number: int, message: Message, now_s: float) -> None:
         """Note that a rank waits for the others. Once all ranks wait, tell them where to meet."""
         one = self._agents[number]
         one.is_alive = True
@@ -403,6 +404,7 @@ class Coordinator:
         is_complete = all(other.ready == self.generation for other in ranked.values())
         if is_complete and not self._has_met and not self.is_ended:
             self._has_met = True
+            self._met_s = now_s
             self._send_to_all({"kind": "meet", "generation": self.generation, "port": self._port})
 
     def _finish_step(self, number: int, generation: int) -> None:
@@ -463,14 +465,16 @@ class Coordinator:
         """Return agents whose ranks are frozen or hang, each with the reason to kill the rank's process.
 
         A silent rank counts as frozen only if another rank makes no progress either. A slow machine is not a frozen
-        rank. Ranks in an unfinished generation are judged by `_judge_regroup`, but frozen ranks are found here too.
+        rank. Ranks in an unfinished generation are judged by `_judge_regroup`, but frozen ranks are found here too. The
+        time that a rank has waited for the others to become ready does not count as a hang.
         """
         statuses = {}
         for number, one in self._ranked.items():
             if one.status is not None and one.status.limit_s and one.is_alive and not one.has_left:
                 late_s = now_s - one.heard_s
                 status = one.status
-                statuses[number] = status._replace(silent_s=status.silent_s + late_s, idle_s=status.idle_s + late_s)
+                idle_s = status.idle_s + late_s
+                statuses[number] = status._replace(silent_s=status.silent_s + late_s, idle_s=idle_s)
         frozen = {}
         for number, status in statuses.items():
             others = [other.idle_s for another, other in statuses.items() if another != number]
@@ -480,6 +484,8 @@ class Coordinator:
         is_killing = any(one.kill for one in self._agents.values())
         if frozen or is_killing or not self._has_met:
             return frozen
+        met_for_s = now_s - self._met_s
+        statuses = {number: one._replace(idle_s=min(one.idle_s, met_for_s)) for number, one in statuses.items()}
         if not any(status.idle_s > status.limit_s for status in statuses.values()):
             return {}
         idle = {number: status for number, status in statuses.items() if status.idle_s > status.limit_s / 2}

@@ -280,10 +280,29 @@ def test_a_hang_is_found_after_a_rank_that_was_being_killed_has_lost_its_place()
     job.lose(1)
     job.tell(0, "unfilled", seat=["seat 1"])
     job.recover(0, 2)
+    job.now_s += LIMIT_S + 1
     for number in (0, 2):
         job.status(number, idle_s=LIMIT_S + 1, waits=number == 0)
     job.tick()
     assert job.kinds() == [(2, "kill")]
+
+
+def test_the_time_in_which_a_rank_waits_for_the_others_to_become_ready_is_no_hang() -> None:
+    job = Job()
+    job.lose(2)
+    job.tick(READY_S - 1)
+    for number in range(3):
+        job.tell(number, "ready", generation=2, port=7)
+    job.told()
+    for number in range(3):
+        job.status(number, idle_s=LIMIT_S + 1, waits=number != 1)
+    job.tick(1.0)
+    assert job.told() == []
+    job.now_s += LIMIT_S
+    for number in range(3):
+        job.status(number, idle_s=2 * LIMIT_S, waits=number != 1)
+    job.tick()
+    assert job.told() == [(1, {"kind": "kill", "dump": True})]
 
 
 def test_a_rank_lost_after_another_has_ended_ends_the_job() -> None:

@@ -1,0 +1,293 @@
+"""Measure recovery inside the job: seconds from a strike to the next finished step, and goodput under strikes.
+
+    python -m tools.benchmarks.measure_recovery [--stages 0 1 2 3] [--ranks 4] [--strikes 30] [--what kill]
+    python -m tools.benchmarks.measure_recovery --every 20 --minutes 10 --how recover restart none
+    python -m tools.benchmarks.measure_recovery --stages 1 --ranks 2 --strikes 1                the smallest size
+
+The program starts `txl launch` on a small corpus and strikes its ranks at random moments, from outside. In the first
+form it strikes again a second after each recovery. The table gives the seconds between a strike and the line that
+reports the first step of the new generation, and the steps that were made again. The last rank is never struck. The
+table shows by how much its memory and its number of sockets have grown. In the second form one rank is killed every
+`--every` seconds, and the table gives the share of the time in which new steps were made. It runs on CPUs only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import psutil
+
+from tools.benchmarks.measure_ends import launched_ranks, prepare_corpus, start_launcher
+from tools.benchmarks.measuring import announced, positive
+from txl_dist.distributed.recovery.seat import read_seat
+
+SILENT_S = 3.0
+WHAT = {
+    "kill": "one rank is killed",
+    "pair": "two ranks are killed at once",
+    "again": "a second rank is killed 0.1 s later, during the recovery",
+    "freeze": f"one rank is stopped by SIGSTOP (recover.silent_s = {SILENT_S:g})",
+}
+HOW = {
+    "recover": "recovery inside the job",
+    "restart": "the same command is started again",
+    "none": "no rank is killed",
+}
+
+RECOVER = ["--recover.spares", "1", "--recover.silent_s", f"{SILENT_S:g}", "--recover.max_in_row", "10"]
+STRIKES_HEAD = (
+    "| stage | ranks | what | strikes | step, ms | median, s | 95 %, s | maximum, s | steps made again | "
+    "memory of a survivor, MiB | its sockets |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+GOODPUT_HEAD = "| after a kill | kills | starts | new steps | steps made again | goodput |\n|---|---|---|---|---|---|"
+
+
+class Recovery(NamedTuple):
+    """One recovery as seen from outside."""
+
+    seconds: float
+    """Seconds from the strike to the report of the first step of the new generation."""
+    steps_again: int
+    """Finished steps that were made again."""
+
+
+class Metrics:
+    """Follows metrics.jsonl of a run."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / "metrics.jsonl"
+        self._num_bytes = 0
+        self.step = 0
+        """Newest finished step."""
+        self.highest_step = 0
+        self.steps_again = 0
+        self.num_recovered = 0
+        self.step_s: list[float] = []
+        """Seconds of each step."""
+
+    def read_on(self) -> None:
+        """Read the lines that were written since the last call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._num_bytes)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._num_bytes += len(whole) + len(newline)
+        for line in whole.splitlines():
+            try:
+                self._take(json.loads(line))
+            except ValueError:  # a rank was killed while it wrote the line
+                continue
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train":
+            self.steps_again += record["step"] <= self.highest_step
+            self.step = record["step"]
+            self.highest_step = max(self.highest_step, self.step)
+            self.step_s.append(record["step_ms"] / 1000)
+        elif record.get("event") == "recovered":
+            self.num_recovered += 1
+
+
+def find_ranks(launcher: psutil.Process) -> list[psutil.Process]:
+    """Return the processes that are ranks: children of agents that are no spare, and children of spares."""
+    ranks = []
+    for child in launcher.children(recursive=True):
+        try:
+            seat = read_seat(child.environ())
+            if seat is not None and _num_ancestors_with_seat(child) == int(seat.is_spare):
+                ranks.append(child)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return ranks
+
+
+def _num_ancestors_with_seat(process: psutil.Process) -> int:
+    """Return how many of a process's ancestors an agent has started, or a spare has forked."""
+    count = 0
+    parent = process.parent()
+    while parent is not None and read_seat(parent.environ()) is not None:
+        count += 1
+        parent = parent.parent()
+    return count
+
+
+class Job:
+    """A run under `txl launch`, with a spare, that is watched and struck."""
+
+    def __init__(self, folder: Path, *words: str, run: Path, num_ranks: int) -> None:
+        """Start the run and wait for its first step."""
+        self.metrics = Metrics(run)
+        self._output = folder / "output"
+        self._process = start_launcher(folder, run, *words, num_ranks=num_ranks)
+        self.launcher = psutil.Process(self._process.pid)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the launcher has ended."""
+        return self._process.poll() is not None
+
+    def fail(self, why: str) -> NoReturn:
+        """End the run and the program, and print the end of the run's output."""
+        if not self.has_ended:
+            self.end()
+        sys.exit(f"{self._output.read_text(encoding='utf-8')[-8000:]}\n{why}")
+
+    def wait_until(self, is_so: Callable[[], bool]) -> float:
+        """Read metrics until a condition holds. Return the time. Exits the program if the job ends before."""
+        while True:
+            self.metrics.read_on()
+            if is_so():
+                return time.monotonic()
+            if self.has_ended:
+                self.fail("the job has ended")
+            time.sleep(0.002)
+
+    def wait_for_steps(self, count: int) -> float:
+        """Wait until the run has made `count` new steps."""
+        goal = self.metrics.highest_step + count
+        return self.wait_until(lambda: self.metrics.highest_step >= goal)
+
+    def end(self) -> None:
+        """End the launcher and all processes that it has started."""
+        children = self.launcher.children(recursive=True)
+        self._process.terminate()
+        self._process.wait()
+        for child in psutil.wait_procs(children, timeout=5)[1]:
+            child.kill()
+
+
+def strike(job: Job, what: str, survivor: psutil.Process) -> Recovery:
+    """Strike one or two ranks, but not `survivor`, and wait until the job has recovered."""
+    metrics = job.metrics
+    ranks = [rank for rank in find_ranks(job.launcher) if rank != survivor]
+    victims = random.sample(ranks, k=2 if what in ("pair", "again") else 1)
+    metrics.read_on()
+    before, again = metrics.num_recovered, metrics.steps_again
+    start_s = time.monotonic()
+    victims[0].send_signal(signal.SIGSTOP if what == "freeze" else signal.SIGKILL)
+    if what == "again":
+        time.sleep(0.1)
+        start_s = time.monotonic()
+    if len(victims) == 2:
+        victims[1].kill()
+    end_s = job.wait_until(lambda: metrics.num_recovered > before)
+    job.wait_for_steps(1)
+    return Recovery(end_s - start_s, metrics.steps_again - again)
+
+
+def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Namespace) -> str:
+    """Strike a run `arguments.strikes` times. Return a row of the table."""
+    run = folder / f"run-{stage}-{what}"
+    words = ["--engine.zero_stage", str(stage), *RECOVER, *arguments.settings]
+    job = Job(folder, *words, run=run, num_ranks=arguments.ranks)
+    job.wait_for_steps(5)
+    survivor = find_ranks(job.launcher)[-1]
+    rss, sockets = [], []
+    recoveries = []
+    for _ in range(arguments.strikes):
+        time.sleep(0.5 + random.random())
+        job.wait_for_steps(1)
+        recoveries.append(strike(job, what, survivor))
+        if not survivor.is_running():
+            job.fail("a rank that was not struck has ended")
+        rss.append(survivor.memory_info().rss / 2**20)
+        sockets.append(len(survivor.net_connections()))
+    job.end()
+    times = sorted(recovery.seconds for recovery in recoveries)
+    again = sum(recovery.steps_again for recovery in recoveries)
+    step_ms = 1000 * statistics.median(job.metrics.step_s)
+    columns = [
+        f"{stage}",
+        f"{arguments.ranks}",
+        WHAT[what],
+        f"{len(times)}",
+        f"{step_ms:.0f}",
+        f"{statistics.median(times):.2f}",
+        f"{times[int(0.95 * (len(times) - 1))]:.2f}",
+        f"{times[-1]:.2f}",
+        f"{again}",
+        f"{rss[0]:.0f} to {rss[-1]:.0f}",
+        f"{sockets[0]} to {sockets[-1]}",
+    ]
+    return f"| {' | '.join(columns)} |"
+
+
+def measure_goodput(folder: Path, how: str, arguments: argparse.Namespace) -> str:
+    """Kill a rank every `arguments.every` seconds of `arguments.minutes`. Return a row of the table."""
+    run = folder / f"run-{how}"
+    words = ["--engine.zero_stage", str(arguments.stages[0]), "--checkpoint.every_steps", "100", *arguments.settings]
+    words += RECOVER if how == "recover" else []
+    job = Job(folder, *words, run=run, num_ranks=arguments.ranks)
+    job.wait_for_steps(1)
+    metrics = job.metrics
+    first_step = metrics.highest_step
+    start_s = time.monotonic()
+    next_s = start_s + arguments.every
+    num_kills = num_starts = 0
+    while time.monotonic() < start_s + 60 * arguments.minutes:
+        time.sleep(0.02)
+        metrics.read_on()
+        if how != "none" and time.monotonic() > next_s:
+            next_s += arguments.every
+            ranks = find_ranks(job.launcher) if how == "recover" else launched_ranks(job.launcher)
+            if ranks and not job.has_ended:
+                random.choice(ranks).kill()
+                num_kills += 1
+        if job.has_ended:
+            if how != "restart":
+                job.fail("the job has ended")
+            job = Job(folder, *words, run=run, num_ranks=arguments.ranks)
+            job.metrics = metrics
+            num_starts += 1
+    wall_s = time.monotonic() - start_s
+    metrics.read_on()
+    job.end()
+    num_steps = metrics.highest_step - first_step
+    share = num_steps * statistics.median(metrics.step_s) / wall_s
+    return f"| {HOW[how]} | {num_kills} | {num_starts} | {num_steps} | {metrics.steps_again} | {100 * share:.1f} % |"
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="ZeRO stages")
+    parser.add_argument("--ranks", type=positive, default=4, help="ranks of each run, at least 2")
+    parser.add_argument("--strikes", type=positive, default=30, help="strikes per run")
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=["kill"], help="kinds of strikes")
+    parser.add_argument("--every", type=float, default=20.0, metavar="S", help="seconds between two kills, for goodput")
+    parser.add_argument("--minutes", type=float, default=0.0, metavar="MIN", help="measure goodput for so long")
+    parser.add_argument("--how", nargs="+", choices=HOW, default=list(HOW), help="runs whose goodput is measured")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random moments and ranks")
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help="further settings of the run, after --")
+    arguments = parser.parse_args()
+    if arguments.ranks < 2:
+        parser.error("--ranks must be at least 2: one rank is never struck")
+    random.seed(arguments.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare_corpus(folder)
+        if arguments.minutes:
+            print(GOODPUT_HEAD)
+            for how in announced(arguments.how, what="goodput of"):
+                row = measure_goodput(folder, how, arguments)
+                print(row, flush=True)
+            return
+        print(STRIKES_HEAD)
+        for stage in announced(arguments.stages, what="stage"):
+            for what in arguments.what:
+                print(measure_strikes(folder, what, stage, arguments), flush=True)
+
+
+if __name__ == "__main__":
+    main()
