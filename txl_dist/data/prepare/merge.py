@@ -23,13 +23,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.format import ShardInfo, SplitInfo
+from txl_dist.data.format import ShardInfo, SplitInfo, token_dtype
 from txl_dist.data.prepare.documents import TRAIN
 from txl_dist.data.prepare.duplicates import Equals, contains, count_near, find_equal
 from txl_dist.data.prepare.shard_writer import WrittenShard, write_shard
 from txl_dist.data.prepare.tokenize import PartInfo, bands_of, gather, records_of
 from txl_dist.data.prepare.workdir import CORPUS
-from txl_dist.io.files import atomic_replace, read_json, sha256_of_file, typed
+from txl_dist.io.files import atomic_replace, read_json, sha256_of_file, typed, write_bytes
 
 _CELL_BITS = 20
 """Number of bits of a document's key that choose its cell. Documents are sorted by key, and a shard consists of whole
@@ -50,6 +50,15 @@ class Duplicated(NamedTuple):
     """Ordinals of the documents to leave out, ascending."""
 
 
+class ShardPlan(NamedTuple):
+    """Result of `plan_shards`: counts of duplicates, and the shards of each split, which are not written yet."""
+
+    statistics: dict[str, int]
+    """Numbers of duplicate documents by kind, as in `Duplicated`."""
+    splits: dict[str, tuple[SplitInfo, list[ShardTask]]]
+    """Entry of each split in the index without its shards, and the tasks that write the shards."""
+
+
 class ShardTask(NamedTuple):
     """Task of a worker: write one shard."""
 
@@ -67,6 +76,40 @@ class ShardTask(NamedTuple):
     """Numbers of the parts that have documents of this split."""
     dtype: str
     vocab_size: int
+
+
+def plan_shards(
+    scratch: Path,
+    parts: Sequence[PartInfo],
+    *,
+    splits: Sequence[str],
+    duplicates: Literal["report", "drop", "ignore"],
+    shard_len: int,
+    vocab_size: int,
+    is_lossless: bool,
+) -> ShardPlan:
+    """Find duplicates, write the ordinals of the dropped documents, and divide each split into shards.
+
+    `scratch` is the work folder, which contains the parts. The other arguments are settings of the preparation and
+    properties of its tokenizer.
+    """
+    duplicated = find_duplicates(scratch, parts, policy=duplicates)
+    write_bytes(scratch / DROPPED, duplicated.dropped.tobytes())
+    plan = hash_of_plan(parts, duplicated.dropped, shard_len=shard_len)
+    planned = {}
+    for split in splits:
+        planned[split] = plan_split(
+            scratch,
+            split,
+            parts,
+            dropped=duplicated.dropped,
+            shard_len=shard_len,
+            dtype=token_dtype(vocab_size),
+            vocab_size=vocab_size,
+            plan=plan,
+            is_lossless=is_lossless,
+        )
+    return ShardPlan(duplicated.statistics, planned)
 
 
 def find_duplicates(

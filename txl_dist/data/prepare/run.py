@@ -43,12 +43,10 @@ from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.prepare.documents import SPLITS, TRAIN
 from txl_dist.data.prepare.input_splits import Cursor
 from txl_dist.data.prepare.merge import (
-    DROPPED,
+    ShardPlan,
     ShardTask,
-    find_duplicates,
-    hash_of_plan,
     is_written,
-    plan_split,
+    plan_shards,
     read_written,
     write_planned,
 )
@@ -273,48 +271,24 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
     Raises DataError if a split has no text.
     """
     settings = job.settings
-    scratch = job.scratch
-    folder = scratch / CORPUS
-    dtype = token_dtype(tokenizer.vocab_size)
-    duplicated = find_duplicates(scratch, parts, policy=settings.duplicates)
-    write_bytes(scratch / DROPPED, duplicated.dropped.tobytes())
-    plan = hash_of_plan(parts, duplicated.dropped, shard_len=settings.shard_len)
-    planned = {
-        split: plan_split(
-            scratch,
-            split,
-            parts,
-            dropped=duplicated.dropped,
-            shard_len=settings.shard_len,
-            dtype=dtype,
-            vocab_size=tokenizer.vocab_size,
-            plan=plan,
-            is_lossless=tokenizer.is_lossless,
-        )
-        for split in job.splits
-    }
-    splits = {split: info for split, (info, _) in planned.items()}
-    _check_splits(splits, job)
-    _write_shards(job, workers, planned, folder)
+    folder = job.scratch / CORPUS
+    plan = plan_shards(
+        job.scratch,
+        parts,
+        splits=job.splits,
+        duplicates=settings.duplicates,
+        shard_len=settings.shard_len,
+        vocab_size=tokenizer.vocab_size,
+        is_lossless=tokenizer.is_lossless,
+    )
+    splits = {split: info for split, (info, _) in plan.splits.items()}
+    check_splits(splits, job)
+    _write_shards(job, workers, plan.splits, folder)
     for split, info in splits.items():
         info.counts_sha256 = hashlib.sha256((folder / counts_name(split)).read_bytes()).hexdigest()
         if not tokenizer.is_lossless and tokenizer.unknown_id is not None:
             info.unknown_tokens = int(np.load(folder / counts_name(split))[tokenizer.unknown_id])
     write_bytes(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
-    counts: Counter[str] = Counter()
-    for part in parts:
-        counts.update(part.counts)
-    statistics = {
-        "documents_read": counts["read"],
-        "empty_documents_dropped": counts["empty"],
-        "documents_with_replacements": counts["replaced"],
-        "documents_skipped": counts["skipped"],
-        **duplicated.statistics,
-    }
-    if counts["cut"]:
-        statistics["documents_cut"] = counts["cut"]
-    if counts["invalid"]:
-        statistics["invalid_records_skipped"] = counts["invalid"]
     if settings.vocab_list is not None:
         num_names = len(job.reading.names)
         train_counts = np.load(folder / counts_name(TRAIN))
@@ -323,9 +297,29 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
             job.remarks.append(
                 f"{num_unused:,} of the {num_names:,} names of the vocabulary list do not occur in train"
             )
-    index = index_of(tokenizer, dtype=dtype, splits=splits, statistics=statistics)
+    statistics = statistics_of(parts, plan)
+    index = index_of(tokenizer, dtype=token_dtype(tokenizer.vocab_size), splits=splits, statistics=statistics)
     write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)
+
+
+def statistics_of(parts: Sequence[PartInfo], plan: ShardPlan) -> dict[str, int]:
+    """Return the numbers of documents by outcome, which the corpus's index records."""
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts.update(part.counts)
+    statistics = {
+        "documents_read": counts["read"],
+        "empty_documents_dropped": counts["empty"],
+        "documents_with_replacements": counts["replaced"],
+        "documents_skipped": counts["skipped"],
+        **plan.statistics,
+    }
+    if counts["cut"]:
+        statistics["documents_cut"] = counts["cut"]
+    if counts["invalid"]:
+        statistics["invalid_records_skipped"] = counts["invalid"]
+    return statistics
 
 
 def _write_shards(
@@ -356,7 +350,7 @@ def _write_shards(
             write_bytes(folder / counts_name(split), npy_bytes(counts))
 
 
-def _check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
+def check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
     """Raise DataError if a split has no document."""
     if not infos[TRAIN].documents:
         raise no_text(job.settings.inputs, job.reading)
