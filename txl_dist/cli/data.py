@@ -26,9 +26,9 @@ class PrepareArguments(PrepareSettings):
     """Arguments of `txl prepare`: the settings of a preparation, some of them under shorter names."""
 
     inputs: Positional[tuple[str, ...]]
-    """Files, folders, quoted globs or URLs of text, JSON lines or parquet, which may be compressed. Or `-` (standard
-    input), `pipe:COMMAND`, or `stdlib` (source of Python's standard library). Or a named corpus: enwik8, text8,
-    wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
+    """Files, folders, quoted globs or URLs of text, JSON lines, parquet or WebDataset tars, which may be compressed. Or
+    `-` (standard input), `pipe:COMMAND`, or `stdlib` (source of Python's standard library). Or a named corpus: enwik8,
+    text8, wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
     out: Path
     """Folder in which the corpus is written."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()

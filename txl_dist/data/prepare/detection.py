@@ -1,6 +1,7 @@
 """Detection of the format of an input by its first 4 KiB and its name.
 
-    detect_content(head, name=...)     compressed, parquet, an array, text, JSON lines, or an unreadable format
+    detect_content(head, name=...)     compressed, parquet, an array, a tar, text, JSON lines, or an unreadable
+                                       format
 
 The content decides whether a file is text or another format. For text, the suffix of the name decides how the text is
 read: `.jsonl` as JSON records, `.txt` as plain text. Bytes that are valid UTF-8 without NUL are text, even if they
@@ -46,7 +47,7 @@ _MOST_STRAY_NULS = 0.1
 """Maximum share of NUL bytes in UTF-8 text that contains stray NUL bytes. Bytes with a larger share are tested as
 UTF-16 and UTF-32."""
 
-Kind = Literal["text", "jsonl", "json", "parquet", "npy", "gzip", "bzip2", "xz", "zstd", "binary", "refused"]
+Kind = Literal["text", "jsonl", "json", "parquet", "npy", "tar", "gzip", "bzip2", "xz", "zstd", "binary", "refused"]
 
 
 class Content(NamedTuple):
@@ -93,11 +94,6 @@ def _pointer(store: str, command: str) -> Content:
     return Content("refused", f"a {store} pointer, not the file itself", f"Fetch the file: `{command}`.")
 
 
-_TAR = Content(
-    "refused",
-    "a tar archive",
-    "Unpack the archive (`tar -xf {stored}`) and give the files in it. For tars of token ids use --reindex.",
-)
 _RECORDS = "Write the texts as JSON lines or parquet, and give the new file."
 _ARROW = Content(
     "binary",
@@ -251,7 +247,7 @@ def detect_content(head: bytes, *, name: str) -> Content:
         if not could_be_text and re.match(signature.pattern, head, re.DOTALL):
             return signature.content
     if _is_tar(head):
-        return _TAR
+        return Content("tar")
     if is_text:
         return _detect_text(head, suffix, name)
     return _detect_bytes(head, suffix)

@@ -26,9 +26,10 @@ from txl_dist.io.files import Record, parse_record
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]
 """Unit of plain text that becomes a document: a file, a line, the lines between two blank lines, or a line of JSON."""
-Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
+Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy", "webdataset", "json", "invalid"]
 """Form in which an input is read. `ids`: a JSON list of token ids per line. `npy`: an array of token ids, one document
-per row."""
+per row. `webdataset`: a tar of samples, whose blocks have the forms of the members. `json`: one JSON object, possibly
+over several lines. `invalid`: a record without a text, whose bytes are the reason."""
 _PLAIN_FORMS = ("file", "line", "blank_line")
 """Forms of plain text. The detection of formats examines only the beginning of an input. A NUL byte further on is
 refused when its document is read."""
@@ -137,13 +138,18 @@ def _documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
     if block.form == "npy":
         yield from _documents_of_array(block, reading.names)
         return
+    if block.form == "invalid":
+        if not reading.skip_invalid:
+            raise InvalidRecordError(f"{block.where}: {block.data.decode()}")
+        yield Document(block.where, block.ordinal, "", "invalid")
+        return
     for number, raw in _records_of(block):
-        if block.form == "file":
+        if block.form in ("file", "json"):
             where = block.where
         else:
             where = f"{block.where}, line {block.unit + number + 1}"
         ordinal = block.ordinal + number
-        if block.form not in ("jsonl", "ids"):
+        if block.form not in ("jsonl", "json", "ids"):
             yield _decode(raw, where, ordinal, reading.encoding_errors, block.form)
             continue
         document = _document_of_line(raw, where, ordinal, reading, block.form)
@@ -335,7 +341,7 @@ def _records_of(block: TextBlock) -> Iterator[tuple[int, bytes]]:
     data = block.data
     while block.unit == 0 and data.startswith(codecs.BOM_UTF8):
         data = data.removeprefix(codecs.BOM_UTF8)
-    if block.form == "file":
+    if block.form in ("file", "json"):
         yield 0, data
         return
     lines = data.split(b"\n")
@@ -420,7 +426,7 @@ def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingError
     try:
         return Document(where, ordinal, raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        if encoding_errors == "keep" and form != "jsonl":
+        if encoding_errors == "keep" and form not in ("jsonl", "json"):
             return Document(where, ordinal, raw.decode("utf-8", "surrogateescape"))
         if encoding_errors in ("refuse", "keep"):
             what = f"byte {error.start} (0x{raw[error.start]:02x})"

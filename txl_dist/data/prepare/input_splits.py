@@ -5,7 +5,8 @@ files and on `part_bytes`. So a preparation that continues after a kill makes th
 finished part. The workers decode and parse the records later. Host memory holds one part at a time.
 
 Limitations: inputs must not change while they are read. Three kinds of files must fit in host memory: arrays, plain
-text files that are one document, and parquet files that are compressed as a whole or read from a pipe.
+text files that are one document, and parquet files that are compressed as a whole or read from a pipe. So must each
+sample of a WebDataset tar.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from txl_dist.data.prepare.documents import Form, TextBlock, check_length, end_of_records
-from txl_dist.data.prepare.readers import open_source, skip
+from txl_dist.data.prepare.readers import Opened, open_source, skip
 from txl_dist.data.prepare.sources import SourceFile
+from txl_dist.data.prepare.tar_texts import read_texts
 from txl_dist.errors import DataError, translate_errors
 
 MOST_RECORDS = 1 << 18
@@ -53,7 +55,7 @@ class Cursor(NamedTuple):
     """Index of the file in the list of input files."""
     offset: int = 0
     """Number of decompressed bytes of the file before the position. For parquet files and arrays, the number of
-    rows."""
+    rows. For WebDataset tars, the number of samples."""
     unit: int = 0
     """Number of the file's lines or rows before the position."""
     ordinal: int = 0
@@ -103,13 +105,14 @@ def read_parts(
         with open_source(file, allow_protocols) as opened:
             notes += [(file.path, opened.note)] if opened.note else []
             block_bytes = min(part_bytes, _BLOCK_BYTES)
-            records = _records(file.path, opened.form, opened.stream, first.offset, block_bytes, jsonl_field)
-            for data, length, units in records:
-                blocks.append(TextBlock(file.path, opened.form, file.split, unit, ordinal, data))
-                num_bytes += len(data)
-                offset += length
-                unit += units
-                ordinal += units
+            for records in _records_of(file, opened, first.offset, block_bytes, jsonl_field):
+                num_bytes += len(records.data)
+                first_unit = unit if records.has_units else 0
+                block = TextBlock(records.where, records.form, file.split, first_unit, ordinal, records.data)
+                blocks.append(block)
+                offset += records.length
+                unit += records.units
+                ordinal += records.units
                 if num_bytes >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
                     end = Cursor(number, offset, unit, ordinal)
                     if file.size is None:
@@ -124,6 +127,30 @@ def read_parts(
         stored += offset if file.size is None else file.size
     if blocks:
         yield InputPart(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored, tuple(notes))
+
+
+class _RawRecords(NamedTuple):
+    """Raw records of one block, and how far they move the cursor."""
+
+    where: str
+    form: Form
+    data: bytes
+    length: int
+    """Increase of the cursor's offset."""
+    units: int
+    """Number of raw records or lines."""
+    has_units: bool = True
+    """Whether the records are numbered over the whole file. False for a member of a tar."""
+
+
+def _records_of(file: SourceFile, opened: Opened, offset: int, block_bytes: int, field: str) -> Iterator[_RawRecords]:
+    """Yield the raw records of each block of a file. A sample of a WebDataset tar is one block."""
+    if opened.form == "webdataset":
+        for sample in read_texts(opened.stream, file, first=offset):
+            yield _RawRecords(sample.where, sample.form, sample.data, 1, sample.num_records, has_units=False)
+        return
+    for data, length, units in _records(file.path, opened.form, opened.stream, offset, block_bytes, field):
+        yield _RawRecords(file.path, opened.form, data, length, units)
 
 
 def _records(

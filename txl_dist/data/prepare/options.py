@@ -20,6 +20,8 @@ from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Re
 from txl_dist.errors import ConfigError
 from txl_dist.tokenizers.learning import Learning
 
+_LATER = ("member",)
+"""Settings that were added after the first version with a prepared.json."""
 _OF_SPLITS = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
 
@@ -67,6 +69,9 @@ class PrepareSettings(Learning):
     jsonl: read text files as JSON lines, whatever their suffix."""
     jsonl_field: str = "text"
     """JSON field or parquet column that contains the text."""
+    member: str = ""
+    """Member of each sample of a WebDataset tar that contains the text, by its suffix, for instance txt or json.
+    Default: the only member that ends in .txt, .json or .jsonl."""
     stdin_format: Literal["auto", "text", "jsonl"] = "auto"
     """Format of stdin (`-`) and of `pipe:` commands. auto: JSON lines if the first line is a JSON object, otherwise
     text."""
@@ -116,6 +121,7 @@ class PrepareSettings(Learning):
                 f"Remove {_flags(learning)}, or remove {_flags(['tokenizer_path'])} to train a tokenizer."
             )
         of_text = {*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "archive"}
+        of_text |= {"member"}
         unused = self._changed(*sorted(of_text - {"end_of_text"}))
         if self.vocab_list is not None and (unused or self.name is not None):
             raise ConfigError(
@@ -212,11 +218,11 @@ class PrepareSettings(Learning):
     def content_hash(self) -> str:
         """Return a hash of all settings that change the corpus, except the inputs.
 
-        The hash uses the names that settings had in version 0.2, so that a corpus prepared by version 0.2 is
-        recognized.
+        The hash uses the names that settings had in version 0.2, and leaves out later settings that have their
+        defaults. So a corpus that an older version prepared is recognized.
         """
         of_inputs = {"inputs", "valid_inputs", "test_inputs", "archive", "stdin_format", "allow_protocols"}
-        kept = self._facts(of_inputs | {"num_workers", "block_bytes", "overwrite"})
+        kept = self._facts(of_inputs | {"num_workers", "block_bytes", "overwrite"} | self._later_defaults())
         by_old_name = sorted(keywords_in_old_names(kept, command="prepare").items())
         return hashlib.sha256(repr(dict(by_old_name)).encode()).hexdigest()
 
@@ -252,6 +258,10 @@ class PrepareSettings(Learning):
             names_of_ids = "\n".join(self.reading(given=()).names)
             kept["vocab_list"] = hashlib.sha256(names_of_ids.encode()).hexdigest()
         return dict(sorted(kept.items()))
+
+    def _later_defaults(self) -> set[str]:
+        """Return the names of the settings that are newer than prepared.json and have their defaults."""
+        return set(_LATER) - set(self._changed(*_LATER))
 
     def _changed(self, *names: str) -> list[str]:
         """Return the names in `names` whose settings differ from their defaults."""

@@ -35,7 +35,7 @@ from txl_dist.data.prepare.detection import (
     path_of_name,
     text_suffix,
 )
-from txl_dist.data.prepare.documents import Form
+from txl_dist.data.prepare.documents import LONGEST_RECORD, Form, check_length
 from txl_dist.data.prepare.sources import PIPE, STDIN, SourceFile, TextSource, plugin_source
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying, watched
 from txl_dist.data.storage.remote import end_command, start_command
@@ -49,6 +49,11 @@ _MOST_LAYERS = 4
 """Maximum number of nested compressions. A compressed file that a server compresses again has two."""
 _READ_AS_TEXT = "begins like JSON lines but is read as plain text. To read its records, use --documents jsonl"
 
+_CONTAINERS: dict[str, tuple[str, Form]] = {
+    "parquet": ("a parquet file", "parquet"),
+    "tar": ("a tar archive", "webdataset"),
+}
+"""(name in messages, form) of the formats that hold many documents, by the kind of content."""
 _SEPARATORS = {".csv": "','", ".tsv": "'\\t'", ".tab": "'\\t'"}
 """Separator of columns as a Python literal, by the suffix of a table's file."""
 _TABLE = (
@@ -88,7 +93,7 @@ def _note_on(file: SourceFile, content: Content, form: Form) -> str:
 
     Returns an empty string for other files.
     """
-    if form in ("jsonl", "ids", "parquet"):
+    if form in ("jsonl", "ids", "parquet", "webdataset"):
         return ""
     if content.kind == "jsonl":
         return _READ_AS_TEXT
@@ -103,6 +108,20 @@ def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[byte
     with open_source(file, allow_protocols) as opened:
         while chunk := opened.stream.read(_MIB):
             yield chunk
+
+
+def decompress_member(data: bytes, name: str, file: SourceFile) -> bytes:
+    """Return the decompressed content of a compressed member of the tar `file`. `name` ends in `.gz`, `.zst` or another
+    suffix of compression.
+
+    Raises DataError with the name of the member if its data is damaged or incomplete, or has 2 GiB or more.
+    """
+    member = file._replace(path=name)
+    with _naming(member):
+        stream, _, _ = _decompressed(io.BufferedReader(io.BytesIO(data)), member)
+        content = stream.read(LONGEST_RECORD)
+    check_length(len(content), name)
+    return content
 
 
 def begin(
@@ -222,12 +241,12 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
         raise DataError(
             f"{file.path} contains token ids. Give a file with the names of the ids, one per line: --vocab-list FILE."
         )
-    if content.kind == "parquet":
+    container = _CONTAINERS.get(content.kind)
+    if container is not None:
+        what, form = container
         if is_ids:
-            raise DataError(
-                f"{file.path} is a parquet file. Token ids (--vocab-list) must be .npy files or JSON lines."
-            )
-        return "parquet"
+            raise DataError(f"{file.path} is {what}. Token ids (--vocab-list) must be .npy files or JSON lines.")
+        return form
     is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
     is_no_record = content.kind == "json" and file.form == "jsonl"
     if is_no_record or (content.kind in ("binary", "refused") and not is_kept):
@@ -269,16 +288,18 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
     return remedy
 
 
-class _Stream(io.RawIOBase):
+class InputStream(io.RawIOBase):
     """Base class of the input streams in this module. A subclass implements `take`.
 
     A read returns at least HEAD_BYTES bytes, unless fewer bytes are requested or the stream ends.
     """
 
     def readable(self) -> bool:
+        """Return True, because the stream can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, and return the number of bytes. 0 at the end of the stream."""
         filled = 0
         wanted = min(len(buffer), HEAD_BYTES)
         while filled < wanted:
@@ -294,7 +315,7 @@ class _Stream(io.RawIOBase):
         raise NotImplementedError
 
 
-class _FrameStream(_Stream):
+class _FrameStream(InputStream):
     """Stream of the decompressed content of zstd frames.
 
     It raises EOFError if the last frame is incomplete. The reader of the package zstandard does not detect this.
@@ -327,7 +348,7 @@ class _FrameStream(_Stream):
         return taken
 
 
-class _JoinedStream(_Stream):
+class _JoinedStream(InputStream):
     """Stream that returns the bytes of several streams, one stream after the other."""
 
     def __init__(self, *streams: IO[bytes]) -> None:
@@ -347,7 +368,7 @@ class _JoinedStream(_Stream):
         super().close()
 
 
-class _CommandStream(_Stream):
+class _CommandStream(InputStream):
     """Stream of the output of a shell command. At the end of the output it raises DataError if the command failed."""
 
     def __init__(self, command: str) -> None:
@@ -372,7 +393,7 @@ class _CommandStream(_Stream):
         super().close()
 
 
-class _DocumentStream(_Stream):
+class _DocumentStream(InputStream):
     """Stream of the documents of a plugin's text source, as JSON lines."""
 
     def __init__(self, source: TextSource, file: SourceFile) -> None:
@@ -412,7 +433,7 @@ class _DocumentStream(_Stream):
         return taken
 
 
-class _UrlStream(_Stream):
+class _UrlStream(InputStream):
     """Stream of the file at a URL. A failed read is retried from the position where the last successful read ended.
 
     It raises an error if the file has fewer bytes than announced.

@@ -4,6 +4,7 @@
                                       how text is read (detection.py); for an unknown suffix the content decides both
     folder/                           its files with known suffixes, sorted; links to folders are not followed
     'data/**/*.jsonl.gz'              a pattern, sorted; quoted, so that the shell does not expand it
+    '{000000..000127}.tar'            a range or list in braces, as webdataset expands it; also in URLs and patterns
     https://...  s3://bucket/x/*.zst  through fsspec; a pattern or a folder only if the store can list its files
     -                                 stdin
     NAME:REST                         the documents of a plugin's text source
@@ -24,6 +25,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -70,6 +72,10 @@ _HIDDEN_NAMES = frozenset(
 """Names of files and folders that systems, caches and unfinished jobs write. The names are in lower case. Names that
 begin with a dot are not listed, because all of them count as hidden."""
 _MAGIC = re.compile(r"[*?[]")
+_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+"""Range or list in braces, such as `{000000..000127}` or `{train,more}`."""
+_MOST_EXPANDED = 1 << 20
+"""Maximum number of paths or URLs that the braces of one input may stand for."""
 _URL_MARKS = (
     "ETag",
     "etag",
@@ -124,6 +130,10 @@ class SourceFile(NamedTuple):
     """Whether a file that is not text is read as raw bytes. If False, such a file is refused."""
     jsonl_field: str = "text"
     """Field of the JSON lines in which a plugin's source gives each document."""
+    member: str = ""
+    """Suffix of the members of a tar that contain the text. Empty: the only member of text of each sample."""
+    cut: Form = "file"
+    """Form in which the members of plain text in a tar are read."""
 
     @property
     def is_stream(self) -> bool:
@@ -165,7 +175,7 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
     """
     listing = Listing([])
     keeps_bytes = settings.encoding_errors == "keep"
-    for given in map(str, inputs):
+    for given in chain.from_iterable(expand_braces(str(each)) for each in inputs):
         if given == STDIN and sys.stdin is None:
             raise DataError("stdin is closed. Pipe text into stdin, or give files.")
         if given.startswith(PIPE) and "pipe" not in settings.allow_protocols:
@@ -177,7 +187,8 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             form = _stream_form(given, settings)
             is_open = settings.stdin_format == "auto"
             file = SourceFile(given, split, form, None, "", is_form_open=is_open, keeps_bytes=keeps_bytes)
-            listing = listing.joined(Listing([file._replace(jsonl_field=settings.jsonl_field)]))
+            file = file._replace(jsonl_field=settings.jsonl_field, member=settings.member, cut=settings.documents)
+            listing = listing.joined(Listing([file]))
             continue
         if has_scheme(given):
             found = _of_url(given, settings)
@@ -195,9 +206,40 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
         for path, size, mark in found.files:
             form = _form(path, settings)
             is_open = text_suffix(path) not in _NAMES_SAY
-            files.append(SourceFile(path, split, form, size, mark, is_form_open=is_open, keeps_bytes=keeps_bytes))
+            file = SourceFile(path, split, form, size, mark, is_form_open=is_open, keeps_bytes=keeps_bytes)
+            files.append(file._replace(member=settings.member, cut=settings.documents))
         listing = listing.joined(Listing(files, found.num_other, found.hidden))
     return listing
+
+
+def expand_braces(given: str) -> list[str]:
+    """Return the paths or URLs that an input with ranges or lists in braces stands for, in their order.
+
+    Commands, plugin's inputs and the path of an existing file stay as they are. Raises DataError if the braces stand
+    for too many paths, or are not closed.
+    """
+    if not has_braces(given):
+        return [given]
+    from braceexpand import braceexpand
+
+    too_many = DataError(
+        f"{given} stands for more than {_MOST_EXPANDED:,} files. Check the numbers in the braces, or give a pattern "
+        "with `*`."
+    )
+    ranges = re.findall(r"\{(-?\d{1,30})\.\.(-?\d{1,30})", given)
+    if any(abs(int(last) - int(first)) >= _MOST_EXPANDED for first, last in ranges):
+        raise too_many
+    remedy = "Write `{first..last}` or `{one,another}`, or give a pattern with `*`."
+    with translate_errors(DataError, f"cannot expand {given}", remedy, of=(ValueError,)):
+        expanded = list(islice(braceexpand(given), _MOST_EXPANDED + 1))
+    if len(expanded) > _MOST_EXPANDED:
+        raise too_many
+    return expanded
+
+
+def has_braces(given: str) -> bool:
+    """Return whether an input has a range or a list in braces, which stands for several paths or URLs."""
+    return bool(_BRACES.search(given)) and not is_stream(given) and not os.path.lexists(given)
 
 
 def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
@@ -379,9 +421,12 @@ def _has_hidden(relative: str) -> bool:
 
 
 def fixed_folder(pattern: str) -> str:
-    """Return the folder above the first `*`, `?` or `[` of a pattern. Returns an empty text if there is no such
-    folder."""
-    return _MAGIC.split(pattern, maxsplit=1)[0].rpartition("/")[0]
+    """Return the folder above the first `*`, `?` or `[` of a pattern, or above its first range or list in braces.
+
+    Returns an empty text if there is no such folder.
+    """
+    before_braces = _BRACES.split(pattern, maxsplit=1)[0]
+    return _MAGIC.split(before_braces, maxsplit=1)[0].rpartition("/")[0]
 
 
 def _is_hidden_match(match: str, pattern: str) -> bool:

@@ -36,7 +36,7 @@ from urllib.parse import unquote
 
 from txl_dist.data.prepare.detection import has_scheme, path_of_name
 from txl_dist.data.prepare.documents import SPLITS, TEST, TRAIN, VALID
-from txl_dist.data.prepare.sources import STDLIB, SourceFile, fixed_folder, is_stream
+from txl_dist.data.prepare.sources import STDLIB, SourceFile, fixed_folder, has_braces, is_stream
 
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training", "trn"), TRAIN),
@@ -238,7 +238,8 @@ def _root_of(given: str, paths: Sequence[str]) -> PurePosixPath | None:
     """
     if given == STDLIB or is_stream(given):
         return None
-    if glob.has_magic(given) and given not in paths:
+    is_pattern = glob.has_magic(given) or has_braces(given)
+    if is_pattern and given not in paths:
         given = fixed_folder(given) or ("/" if given.startswith("/") else ".")
     return _plain(given)
 

@@ -41,7 +41,7 @@ from txl_dist.errors import DataError
 
 def read(inputs: Sequence[Any], *, part_bytes: int = 1 << 22, field: str = "text", **settings: Any) -> list[Document]:
     """All documents of the inputs."""
-    names = ("documents", "stdin_format", "allow_protocols")
+    names = ("documents", "stdin_format", "allow_protocols", "member")
     listing = {name: settings.pop(name) for name in names if name in settings}
     if "encoding_errors" in settings:
         listing["encoding_errors"] = settings["encoding_errors"]
