@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.e2e.conftest import write_texts
+from tests.e2e.test_resume import losses
 from tests.helpers.corpora import flip_bit
+from tests.helpers.job import Job
 from tests.helpers.launch import train, txl
 from txl_dist.artifacts import list_checkpoints
 from txl_dist.data.format import RECORD
@@ -65,6 +68,38 @@ def test_a_mixture_goes_on_with_more_lanes_and_other_weights(
         "00008-00015.safetensors",
     ]
     assert txl("verify", "run", cwd=tmp_path).returncode == 0
+
+
+def test_weights_by_phase_and_held_out_sets_go_on_bit_for_bit(
+    tmp_path: Path, config_file: Path, corpus: Path, second: Path
+) -> None:
+    words = [str(config_file), "--data.more_paths", str(second), "--optim.schedule", "constant"]
+    phases = [*words, "--train.phases", "until=0.5 weights=6,2", "--data.weights", "1", "3", "--train.max_steps", "12"]
+    phases += f"--checkpoint.every_steps 4 --eval.every_steps 6 --eval.sets news={second} --eval.max_tokens 500".split()
+    for folder, ranks in (("run", 2), ("elastic", 1)):
+        words_of_run = (*phases, "--run.dir", folder)
+        with Job(
+            "train", *words_of_run, log=tmp_path / "log", ranks=ranks, cwd=tmp_path, fault="kill:0:9:boundary"
+        ) as job:
+            job.wait_for(lambda job=job: bool(job.struck))  # type: ignore[misc]
+            job.signal(signal.SIGKILL)
+        train(*words_of_run, cwd=tmp_path)
+    for weights, steps in (("6 2", "6"), ("1 3", "12")):
+        by_hand = ["--run.dir", "by_hand", "--data.weights", *weights.split(), "--train.max_steps", steps]
+        train(*words, *by_hand, "--data.eval_split", "", cwd=tmp_path)
+    run, hand = tmp_path / "run", tmp_path / "by_hand"
+    assert losses(run) == losses(hand)
+    assert sorted(losses(run)) == list(range(1, 13))
+    folders = (run, hand, tmp_path / "elastic")
+    streams = [read_state(list_checkpoints(folder)[-1]).values["stream"] for folder in folders]
+    assert streams[0] == streams[1] == streams[2]
+    assert losses(tmp_path / "elastic") == pytest.approx(losses(run), rel=1e-4)
+    assert [one["num_lanes"] for one in streams[0]["corpora"]] == [2, 6]
+    scored = [record["step"] for record in records(run, "eval_news")]
+    assert scored == [record["step"] for record in records(run, "eval")]
+    assert set(scored) == {6, 12}
+    assert txl("report", "run", cwd=tmp_path).returncode == 0
+    assert "validation news" in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_may_skip_a_damaged_document_and_says_so(tmp_path: Path, config_file: Path, corpus: Path) -> None:

@@ -30,7 +30,7 @@ from txl_dist.cli.generate import generate
 from txl_dist.cli.inspect import inspect
 from txl_dist.cli.launch import launcher_arguments, run_launch
 from txl_dist.cli.model import evaluate, export, import_
-from txl_dist.cli.parsing import announce_ranks, call, check_typos, complete_switches, parse
+from txl_dist.cli.parsing import announce_ranks, call, check_typos, complete_switches, flags_in, parse
 from txl_dist.cli.plan import PlanArguments, run_plan
 from txl_dist.cli.recl import recl
 from txl_dist.cli.remote_words import decode_words
@@ -41,7 +41,7 @@ from txl_dist.cli.train import check_config_file, usage
 from txl_dist.cli.typed_text import decode_texts
 from txl_dist.cli.tyro_events import Argument, list_arguments
 from txl_dist.config.foreign_names import find_command
-from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names
+from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names, settle_lanes
 from txl_dist.config.phases import max_ranks
 from txl_dist.config.registry import load_plugins
 from txl_dist.config.renamed import rename_variables, words_in_new_names
@@ -242,9 +242,10 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
         )
     if file is None and _is_speaker():
         echo("txl train: no configuration file was given, so all settings start from the defaults", to=sys.stderr)
-    if not arguments.init:
-        return arguments
-    return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))
+    settings = settle_lanes(arguments.settings, given=flags_in(argv))
+    if arguments.init:
+        settings = changed(settings, {"run.init": arguments.init})
+    return replace(arguments, settings=settings)
 
 
 def completion(shell: Positional[Shell], /) -> None:

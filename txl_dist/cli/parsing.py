@@ -319,6 +319,11 @@ def _name(word: str) -> str:
     return word.partition("=")[0].lstrip("-").replace("-", "_")
 
 
+def flags_in(words: Sequence[str]) -> set[str]:
+    """Return the names of the flags among the words, with underscores and without dashes."""
+    return {_name(word) for word in words if word.startswith("--")}
+
+
 def _missing(missing: Sequence[Argument], words: Sequence[str], *, prog: str) -> str:
     """Return the message for required arguments that were not given.
 

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -39,6 +39,7 @@ from txl_dist.config.schema import (
     RunSection,
     Section,
     TrainSection,
+    paths_of_sets,
 )
 from txl_dist.console.formatting import counted, flag_of
 from txl_dist.console.suggest import did_you_mean, nearest
@@ -77,10 +78,19 @@ class BatchPlan(NamedTuple):
 def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
     """Compute how the global batch is divided among ranks and micro-batches.
 
-    Raises ConfigError if num_lanes is not divisible by world_size * microbatch_lanes.
+    Raises ConfigError if num_lanes is not divisible by world_size * microbatch_lanes. For train.batch_tokens the
+    message names the nearest number of tokens that fits.
     """
     if world_size < 1:
         raise ConfigError(f"a job cannot have {world_size} ranks. Give 1 rank or more.")
+    unit = train.segment_len * world_size * train.microbatch_lanes
+    if train.batch_tokens % unit:
+        nearest = max(1, round(train.batch_tokens / unit)) * unit
+        raise ConfigError(
+            f"train.batch_tokens={train.batch_tokens} must be a multiple of train.segment_len * ranks * "
+            f"train.microbatch_lanes = {train.segment_len} * {world_size} * {train.microbatch_lanes} = {unit} tokens. "
+            f"The nearest value that fits is {nearest}."
+        )
     if train.num_lanes % (world_size * train.microbatch_lanes):
         raise ConfigError(
             f"train.num_lanes={train.num_lanes} must be divisible by ranks * train.microbatch_lanes = "
@@ -146,8 +156,16 @@ def check_config(config: Config) -> None:
             f"train.reuse_len={config.train.reuse_len} must not exceed train.segment_len={config.train.segment_len}: "
             "lower train.reuse_len, or set it to 0 for the whole segment",
         ),
+        (
+            config.train.batch_tokens // config.train.segment_len in (0, config.train.num_lanes)
+            or bool(config.train.phases),
+            f"train.batch_tokens={config.train.batch_tokens} is not train.num_lanes * train.segment_len = "
+            f"{config.train.num_lanes} * {config.train.segment_len}: give train.num_lanes or train.batch_tokens to "
+            "txl_dist.configure, not both",
+        ),
         *position_rules,
         *order_rules,
+        *_set_rules(config.eval.sets),
         (
             len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
             f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}, but needs one entry for "
@@ -179,6 +197,31 @@ def check_config(config: Config) -> None:
     broken = dict.fromkeys(message for holds, message in rules if not holds)
     if broken:
         raise ConfigError(". ".join(broken) + ".")
+
+
+def _set_rules(words: Sequence[str]) -> list[tuple[bool, str]]:
+    """Return the rules for the names and paths of eval.sets. `words` is the value of the setting."""
+    named = paths_of_sets(words)
+    names = [name for name, _ in named]
+    rules = [
+        (
+            len(set(names)) == len(names),
+            f"eval.sets={list(words)} has a name twice. Give each held-out set its own name",
+        )
+    ]
+    for word, (name, path) in zip(words, named, strict=True):
+        rules.append(
+            (
+                _SET_NAME.fullmatch(name) is not None and bool(path),
+                f"eval.sets: {word!r} is not a name and a path. Write NAME=PATH, with at most 40 letters, digits, "
+                "hyphens and underscores in NAME",
+            )
+        )
+    return rules
+
+
+_SET_NAME = re.compile("[A-Za-z0-9_-]{1,40}")
+"""Form of the name of a held-out set, which is a part of names in metrics.jsonl, in TensorBoard and on pages."""
 
 
 def _position_rules(config: Config) -> list[tuple[bool, str]]:
@@ -414,7 +457,7 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
 
     Renamed settings may have their old names. Raises ConfigError.
     """
-    values = in_new_names(values, source=source)
+    values = _with_lanes(in_new_names(values, source=source), source=source)
     _check_texts(values, source=source)
     try:
         # Strict, so that num_lanes = true is no 1; by way of JSON, so that a list is a tuple all the same.
@@ -425,6 +468,46 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
         if missing and any(problem["type"] == "unknown_name" for problem in error.errors()):
             lines = [f"{source} names the plugin {missing[0]}, which is not loaded. {remedy(missing[0])}"]
         raise ConfigError(*lines) from error
+
+
+def _with_lanes(values: dict[str, Any], *, source: str) -> dict[str, Any]:
+    """Return the values with the train.num_lanes that follow from train.batch_tokens, if they have that setting.
+
+    Values that are not numbers are left to the validation. Raises ConfigError if the values have both settings.
+    """
+    train = values.get("train")
+    if not isinstance(train, Mapping) or not train.get("batch_tokens"):
+        return values
+    if "num_lanes" in train:
+        raise ConfigError(
+            f"{source}: train.batch_tokens={train['batch_tokens']} and train.num_lanes={train['num_lanes']} both give "
+            "the number of lanes (batch rows). Remove one of them."
+        )
+    numbers = [train["batch_tokens"], train.get("segment_len", TrainSection().segment_len)]
+    if not all(type(number) is int and number > 0 for number in numbers):
+        return values
+    tokens, segment_len = numbers
+    return values | {"train": {**train, "num_lanes": max(1, tokens // segment_len)}}
+
+
+def settle_lanes(config: Config, *, given: Collection[str]) -> Config:
+    """Return settings in which train.num_lanes and train.batch_tokens agree, after some settings were replaced.
+
+    `given` are the names of the replaced settings. If train.num_lanes is one of them, it replaces a
+    train.batch_tokens of the file. Else train.num_lanes follows from train.batch_tokens, if that is set. Raises
+    ConfigError if both were given.
+    """
+    train = config.train
+    if not train.batch_tokens:
+        return config
+    if "train.num_lanes" not in given:
+        return changed(config, {"train.num_lanes": max(1, train.batch_tokens // train.segment_len)})
+    if "train.batch_tokens" in given:
+        raise ConfigError(
+            f"--train.batch-tokens {train.batch_tokens} and --train.num-lanes {train.num_lanes} both give the number "
+            "of lanes (batch rows). Remove one of them."
+        )
+    return changed(config, {"train.batch_tokens": 0})
 
 
 def _check_texts(value: Any, *, source: str, name: str = "") -> None:
@@ -461,7 +544,7 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
     if path is None:
         values = {}
     else:
-        values = load_config(path_of(path), imports_plugins=True).model_dump(mode="json")
+        values = values_to_give(load_config(path_of(path), imports_plugins=True))
     for section, settings in sections.items():
         if section not in _sections():
             raise ConfigError(f"configure: {unknown_setting(section)}")
@@ -472,6 +555,10 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
             )
     warn_of_old_names(sections, source="configure()")
     for section, settings in in_new_names(sections, source="configure()").items():
+        if section == "train":  # the caller's number of lanes replaces that of the file, in either form
+            for name, other in (("num_lanes", "batch_tokens"), ("batch_tokens", "num_lanes")):
+                if settings.get(name):
+                    values.get("train", {}).pop(other, None)
         values[section] = {**values.get(section, {}), **{str(name): value for name, value in settings.items()}}
     config = config_from_dict(values, source="configure()")
     check_config(config)
@@ -480,15 +567,28 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
 
 def config_to_toml(config: Config) -> str:
     """Return all settings, defaults included, as TOML that `load_config` reads back to an equal config."""
-    return tomli_w.dumps(config.model_dump(mode="json"))
+    return tomli_w.dumps(values_to_give(config))
+
+
+def values_to_give(config: Config) -> dict[str, dict[str, Any]]:
+    """Return all settings as nested JSON values from which `config_from_dict` makes an equal config.
+
+    train.num_lanes is left out if train.batch_tokens gives the number of lanes.
+    """
+    values = config.model_dump(mode="json")
+    if config.train.batch_tokens:
+        del values["train"]["num_lanes"]
+    return values
 
 
 def changes_to_toml(config: Config) -> str:
     """Return the settings that differ from the defaults, as TOML that `load_config` reads back to an equal config."""
     sections: dict[str, dict[str, Any]] = {}
+    values = values_to_give(config)
     for change in config_changes(Config(), config):
         section, key = change.key.split(".")
-        sections.setdefault(section, {})[key] = change.new
+        if key in values[section]:
+            sections.setdefault(section, {})[key] = change.new
     return f"# settings that differ from the defaults; --all shows all settings\n{tomli_w.dumps(sections)}"
 
 

@@ -1,4 +1,4 @@
-"""Phases of one run, which differ in the lengths of segment and memory and in the number of lanes (rows).
+"""Phases of one run, which differ in the lengths of segment and memory, the number of lanes (rows), or the corpora.
 
     [train]
     num_lanes = 32
@@ -10,22 +10,23 @@ A run may begin with short segments (Press et al. 2021, Shortformer). In this ex
 many lanes and short segments. After the listed phases the values of the section itself apply (num_lanes = 32,
 segment_len = 64). Steps of all phases have equally many tokens, so half of the steps are half of the tokens. Between
 two phases the run continues like a run that is resumed with other lengths. If the number of lanes changes, the unread
-tokens are divided among the new lanes, whose memories begin empty. Each token is still read once.
+tokens are divided among the new lanes, whose memories begin empty. Each token is still read once. The same holds for a
+phase with its own `weights` of the corpora, such as "until=0.9 weights=3,1": each corpus continues where it stopped.
 
-A `Config` of one phase has the values of that phase in its section [train]. Its list `phases` has all phases, including
-the last phase. So the config of a phase can be computed from the config of any other phase (`at_step`, `whole`). The
-config of the whole run is saved and compared.
+A `Config` of one phase has the values of that phase in its sections [train] and [data]. Its list `phases` has all
+phases, including the last phase. So the config of a phase can be computed from the config of any other phase
+(`at_step`, `whole`). The config of the whole run is saved and compared.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from txl_dist.config.load import Config, changed, check_config, config_fingerprint, config_to_toml
-from txl_dist.config.schema import LONGEST, TrainSection, memory_of_layers
+from txl_dist.config.schema import HEAVIEST, LONGEST, memory_of_layers
 from txl_dist.console.formatting import counted
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
@@ -38,7 +39,8 @@ _FORM = 'until=SHARE num_lanes=N segment_len=T memory_len=M", for instance "unti
 
 
 class Phase(NamedTuple):
-    """One phase of a run, with its number of lanes (batch rows) and its lengths in tokens."""
+    """One phase of a run, with its number of lanes (batch rows), its lengths in tokens, and its weights of the
+    corpora."""
 
     until: float
     """Share of the run's steps after which the phase ends."""
@@ -49,11 +51,35 @@ class Phase(NamedTuple):
     reuse_len: int = 0
     predicted_len: int = 0
     order_len: int = 0
+    weights: tuple[float, ...] = ()
+    """Share of the lanes for each corpus, as in `data.weights`."""
 
     def __str__(self) -> str:
         """Return the phase as text, as `train.phases` takes it, without lengths of XLNet's objective that are 0."""
-        values = self._asdict().items()
-        return " ".join(f"{name}={value:g}" for name, value in values if value or name not in _SHARES)
+        numbers = self._asdict()
+        weights = numbers.pop("weights")
+        words = [f"{name}={value:g}" for name, value in numbers.items() if value or name not in _SHARES]
+        words.append(f"weights={','.join(map(str, weights))}")
+        return " ".join(words)
+
+
+def _read_weights(text: str) -> tuple[float, ...]:
+    """Parse weights that commas separate. An empty text means shares in proportion to the corpora's tokens.
+
+    Raises ValueError for a weight that is not a number from 0 to `HEAVIEST`.
+    """
+    weights = tuple(float(word) for word in text.split(",") if text)
+    if not all(0 <= weight <= HEAVIEST for weight in weights):  # which NaN is not
+        raise ValueError(text)
+    return weights
+
+
+_KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "until": ("a share of the run", float),
+    "weights": ("a list of weights, which are 0 or more and separated by commas", _read_weights),
+}
+"""For each value of a phase that is not a whole number: its description, and the function that parses it."""
+_WHOLE: tuple[str, Callable[[str], Any]] = ("a whole number", int)
 
 
 class SavedSettings(NamedTuple):
@@ -72,7 +98,7 @@ def whole(config: Config) -> Config:
 
     Raises ConfigError for phases that cannot be read.
     """
-    *phases, last = _phases(config.train)
+    *phases, last = _phases(config)
     if len(phases) == len(config.train.phases):
         return config
     return changed(config, _values(last) | {"train.phases": config.train.phases[:-1]})
@@ -85,7 +111,7 @@ def at_step(config: Config, step: int) -> Config:
     """
     if not config.train.phases:
         return config
-    phases = _phases(config.train)
+    phases = _phases(config)
     current = phases[-1]
     for phase in phases:
         if step < _end(phase, config):
@@ -97,7 +123,7 @@ def at_step(config: Config, step: int) -> Config:
 
 def end_of_phase(config: Config, step: int) -> int:
     """Return the last step of the phase that the run is in after `step` finished steps."""
-    for phase in _phases(config.train):
+    for phase in _phases(config):
         end = _end(phase, config)
         if step < end:
             return end
@@ -139,7 +165,7 @@ def check_phases(config: Config) -> None:
     """
     given = whole(config)
     check_config(changed(given, {"train.phases": ()}))
-    *phases, last = _phases(given.train)
+    *phases, last = _phases(given)
     _check_order([*phases, last], given)
     for text, phase in zip(given.train.phases, phases, strict=True):
         _check_alone(text, phase, last, given)
@@ -201,9 +227,11 @@ def _check_shares(text: str, phase: Phase, last: Phase) -> None:
             )
 
 
-def _phases(train: TrainSection) -> list[Phase]:
-    """Parse all phases. The last phase ends at the end of the run, and has the values of [train] itself."""
-    last = Phase(1.0, *(getattr(train, name) for name in (*_LENGTHS, *_SHARES)))
+def _phases(config: Config) -> list[Phase]:
+    """Parse all phases. The last phase ends at the end of the run, and has the values of [train] and [data]."""
+    train = config.train
+    lengths = {name: getattr(train, name) for name in (*_LENGTHS, *_SHARES)}
+    last = Phase(until=1.0, **lengths, weights=config.data.weights)
     texts = list(train.phases)
     if texts and _parsed(texts[-1], last).until == 1:  # the config of an earlier phase keeps the last one there
         last = _parsed(texts.pop(), last)
@@ -226,16 +254,10 @@ def _parsed(text: str, last: Phase) -> Phase:
             raise ConfigError(
                 f'train.phases: "{text}": a phase has no setting {name}.{hint} Write "{_FORM} memory_len=32".'
             )
+        kind, read = _KINDS.get(name, _WHOLE)
         try:
-            if name == "until":
-                values[name] = float(value)
-            else:
-                values[name] = int(value)
+            values[name] = read(value)
         except ValueError as error:
-            if name == "until":
-                kind = "a share of the run"
-            else:
-                kind = "a whole number"
             raise ConfigError(f'train.phases: "{text}": {name}={value} is not {kind}. Write "{_FORM}".') from error
     if "until" not in values:
         raise ConfigError(
@@ -263,7 +285,8 @@ def _parsed(text: str, last: Phase) -> Phase:
 
 
 def _values(phase: Phase) -> dict[str, Any]:
-    return {f"train.{name}": getattr(phase, name) for name in (*_LENGTHS, *_SHARES)}
+    lengths = {f"train.{name}": getattr(phase, name) for name in (*_LENGTHS, *_SHARES)}
+    return lengths | {"data.weights": phase.weights}
 
 
 def _end(phase: Phase, config: Config) -> int:

@@ -8,7 +8,7 @@ checks and compares the sections. This module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -72,7 +72,9 @@ PositiveLen = Annotated[int, Field(gt=0, le=LONGEST)]
 Len = Annotated[int, Field(ge=0, le=LONGEST)]
 Seconds = Annotated[int, Field(gt=0, le=10**7)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-Weight = Annotated[float, Field(ge=0.0, le=1e9)]
+HEAVIEST = 1e9
+"""Largest weight of a corpus."""
+Weight = Annotated[float, Field(ge=0.0, le=HEAVIEST)]
 OwnProbability = Annotated[float, Field(ge=-1.0, lt=1.0)]
 
 
@@ -404,6 +406,9 @@ class TrainSection(Section):
     another num_lanes reads each remaining token once, and its memories start empty."""
     segment_len: Annotated[PositiveLen, WARNED] = 64
     """Tokens per lane (batch row) and step (T)."""
+    batch_tokens: Annotated[int, Field(ge=0, le=1 << 44), FREE] = 0
+    """Tokens per step, num_lanes * segment_len. Another way to give num_lanes: a file, or the flags, cannot have both.
+    It must be a multiple of segment_len * microbatch_lanes * ranks. 0 means that num_lanes counts."""
     memory_len: Annotated[Len, WARNED] = 128
     """Tokens of memory per lane (batch row) and layer (M). 0 disables recurrence. If a resumed run has a longer memory,
     the older part of the memory starts empty."""
@@ -438,9 +443,10 @@ class TrainSection(Section):
     max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps of the whole run. The learning-rate schedule ends with the last step."""
     phases: Annotated[tuple[str, ...], WARNED] = ()
-    """Phases of the run, in order: parts with their own num_lanes, segment_len and memory_len. Write a phase as
-    "until=0.5 num_lanes=128 segment_len=16 memory_len=32". `until` is the share of max_steps at which the phase ends.
-    After the last phase the settings of [train] apply. Steps of all phases must have equally many tokens."""
+    """Phases of the run, in order: parts with their own num_lanes, segment_len, memory_len and data.weights. Write a
+    phase as "until=0.5 num_lanes=128 segment_len=16 memory_len=32 weights=3,1". `until` is the share of max_steps at
+    which the phase ends. After the last phase the settings of [train] and [data] apply. Steps of all phases must have
+    equally many tokens."""
 
     @property
     def scored_len(self) -> int:
@@ -579,6 +585,21 @@ class EngineSection(Section):
         return self.precision
 
 
+def _words_of_table(value: Any) -> Any:
+    """Return a table of texts as a tuple of words NAME=VALUE, and any other value unchanged."""
+    if isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values()):
+        return tuple(f"{name}={text}" for name, text in value.items())
+    if isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def paths_of_sets(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (name, path) of each held-out set. `words` is the value of `eval.sets`. A missing path is empty."""
+    parts = [word.partition("=") for word in words]
+    return [(name, path) for name, _, path in parts]
+
+
 class EvalSection(Section):
     """Settings for scoring the validation split, during and after training."""
 
@@ -597,6 +618,10 @@ class EvalSection(Section):
     max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
     """Number of tokens to score, from the start of the split. 0 scores the whole split. With a limit, no bits per byte
     are reported."""
+    sets: Annotated[tuple[str, ...], BeforeValidator(_words_of_table), FREE] = ()
+    """Held-out sets that are only evaluated: corpora with the tokenizer of data.path, by name, as in {news =
+    "data/news"} or ["news=data/news"]. The records of a set are eval_NAME. Its split is data.eval_split if it has that
+    split, else its only split. Without a validation split the first set takes its place."""
     use_ema: Annotated[bool, FREE] = False
     """During training, score the moving average of the weights instead of the weights. This needs optim.ema_decay."""
     orders: Annotated[PositiveInt, FREE] = 1

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from txl_dist.artifacts import RECORDS, ArtifactKind, detect_artifact
 from txl_dist.config.load import Config
+from txl_dist.config.schema import paths_of_sets
 from txl_dist.inference.card import Card, Sample, Score
 from txl_dist.io.files import open_regular, parse_object
 from txl_dist.train.checkpoint.validate import SavedState
@@ -103,12 +104,13 @@ def _score(record: Record, config: Config, *, corpora: list[Any], token: str) ->
     corpus = kind.removeprefix("eval_")
     if kind == "eval":
         corpus = str(corpora[0]) if corpora else "validation"
+    sets = [f"eval_{name}" for name, _ in paths_of_sets(config.eval.sets)]
     memory_len = config.eval.memory_len
     if memory_len < 0:
         memory_len = config.train.memory_len
     values = {
         "corpus": corpus,
-        "split": config.data.eval_split,
+        "split": "held-out set" if kind in sets else config.data.eval_split,
         "token": token,
         **{key: record.get(key) for key in ("loss", "ppl", "tokens", "bits_per_byte")},
         "segment_len": config.eval.segment_len or config.train.segment_len,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from txl_dist.config.load import Config, check_config, config_from_dict
+from txl_dist.config.load import Config, check_config, config_from_dict, values_to_give
 from txl_dist.config.schema import ModelSection, memory_of_layers
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import warn_for_all
@@ -90,7 +90,7 @@ def _with_overrides(
     if overrides.peer is not None and overrides.peer.cut == "crops":
         memory_len = 0
     same_length = _same_length(config, overrides, memory_len=memory_len)
-    values = config.model_dump(mode="json")
+    values = values_to_give(config)
     if overrides.split:
         values["data"]["eval_split"] = overrides.split
     eval_values = _eval_values(config, overrides, memory_len=memory_len, segment_len=segment_len)

@@ -38,6 +38,7 @@ from txl_dist.config.load import (
     load_config,
     plan_batch,
     setting_names,
+    settle_lanes,
     unknown_setting,
     value_of,
 )
@@ -168,7 +169,8 @@ def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) 
             folder_name = f"{point},seed={seed}".lstrip(",")
             settings["run.seed"] = seed
             settings["run.dir"] = str(out / folder_name)
-            trials.append(Trial(point, values, changed(base, settings)))
+            config = settle_lanes(changed(base, settings), given=settings)
+            trials.append(Trial(point, values, config))
     if len(trials) < 2:
         raise ConfigError("a sweep needs two runs or more. Give --grid section.key=VALUE,VALUE, or --seeds 2 or more.")
     run_dirs = {trial.run_dir for trial in trials}

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import torch
 
 from txl_dist.config.load import Config, changes_to_toml, config_to_toml
+from txl_dist.config.schema import paths_of_sets
 from txl_dist.data.loader.stream_state import continued
 from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.planning.text import per_token
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
-from txl_dist.train.preflight import describe_batch, describe_data, warnings_on_repetition
+from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
 from txl_dist.train.run_plan import plan_run
 from txl_dist.train.state import RunContext
 from txl_dist.train.warm_start import initial_weights
@@ -60,6 +61,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
         warnings += warnings_on_repetition(splits, end, step_len=step_len, last_step=steps.stop)
         warnings += stage_warnings.size
         stream = end
+    yield from describe_sets(corpora, paths_of_sets(config.eval.sets))
     for warning in dict.fromkeys(warnings):
         yield f"warning: {warning}"
 

@@ -116,7 +116,8 @@ class History:
 
     train: RecordTable
     evals: dict[str, RecordTable]
-    """Evaluations by kind of record: `eval` for the first corpus, `eval_NAME` for further corpora."""
+    """Evaluations by kind of record: `eval` for the first corpus, `eval_NAME` for further corpora and held-out
+    sets."""
     memory: RecordTable
     """Records of the kind `memory`: the effect of the memory, measured at each evaluation."""
     layers: RecordTable
@@ -138,8 +139,11 @@ class History:
 
     @property
     def held_out(self) -> RecordTable:
-        """Evaluations of the first corpus. The table is empty if there are none."""
-        return self.evals.get("eval", RecordTable({"step": np.empty(0), "hours": np.empty(0)}))
+        """Evaluations of the first corpus, or of the first held-out set if the run has no validation split. The table
+        is empty if there are none."""
+        none = RecordTable({"step": np.empty(0), "hours": np.empty(0)})
+        *_, first = (none, *self.evals.values())  # an evaluation writes the record of its first text last
+        return self.evals.get("eval", first)
 
     @property
     def step(self) -> int:

@@ -112,10 +112,11 @@ class ValidationEnd(NamedTuple):
     step: int
     """Number of finished steps at this validation."""
     loss: float
-    """Loss of the first corpus's validation split in nats per token."""
+    """Loss of the first corpus's validation split in nats per token. Without such a split it is the loss of the first
+    held-out set."""
     losses: Mapping[str, float]
     """Validation losses in nats per token. The key is the name of the loss's record in metrics.jsonl: `eval` for the
-    first corpus, and `eval_NAME` for a further corpus NAME."""
+    first corpus, and `eval_NAME` for a further corpus or a held-out set NAME."""
     is_best: bool
     """Whether `loss` is the lowest of the run so far."""
 

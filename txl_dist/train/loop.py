@@ -258,15 +258,14 @@ class TrainingRun:
         checkpoint lack the result, but `evaluated` contains the result.
         """
         if state.step in self.evaluated and self.callbacks.validated_step != state.step:
-            self._end_validation(state.step, {"eval": self.evaluated[state.step]})
+            self._end_validation(state.step, {self.context.corpora.first_kind: self.evaluated[state.step]})
 
     def _end_validation(self, step: int, losses: dict[str, float]) -> None:
         """Call the callbacks' method `on_validation_end` with the result of a validation.
 
-        `losses` maps the name of each evaluation record to a loss in nats per token. `eval` is the name for the first
-        corpus.
+        `losses` maps the name of each evaluation record to a loss in nats per token.
         """
-        loss = losses["eval"]
+        loss = losses[self.context.corpora.first_kind]
         earlier_losses = [earlier_loss for at, earlier_loss in self.evaluated.items() if at < step]
         self.watch.beat("callbacks")
         is_best = loss < min(earlier_losses, default=math.inf)

@@ -59,7 +59,7 @@ def check_text(corpora: Corpora, *, segment_len: int, eval_segment_len: int = 1,
             )
     if sample_prompt is not None:
         _check_prompt(sample_prompt, corpora.first)
-    for split in corpora.eval:
+    for split in corpora.eval.values():
         if split.tokens <= eval_segment_len:
             segment = ""
             remedy = "Prepare more validation text"
@@ -113,8 +113,9 @@ def warnings_on_stage(context: RunContext, num_parameters: int) -> StageWarnings
 
 
 def warnings_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
-    """Return a warning if the corpus lacks the default validation split and the settings name no other split."""
-    if not lacks_eval_split(config.data, corpus):
+    """Return a warning if the corpus lacks the default validation split, and the settings name no other split and no
+    held-out set."""
+    if config.eval.sets or not lacks_eval_split(config.data, corpus):
         return []
     if config.checkpoint.keep_best:
         without = ", and checkpoint.keep_best has no effect"
@@ -310,6 +311,13 @@ def _attention(config: Config) -> str:
     if query.is_cuda:
         return f"fused (not by Triton: {reason})"
     return "fused"
+
+
+def describe_sets(corpora: Corpora, sets: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield a line for the log for each held-out set. `sets` are the names and paths of the sets."""
+    for name, _ in sets:
+        split = corpora.eval[f"eval_{name}"]
+        yield f"held-out set {name}: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens"
 
 
 def describe_data(splits: Sequence[Split], end: StreamState, *, last_step: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ runs/NAME/ config.toml metrics.jsonl log.txt tensorboard/ checkpoints/ stacks/ R
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -180,21 +181,22 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
     ]
 
 
-def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
+def evaluated_losses(run_dir: Path, *, up_to: int, kind: str = "eval") -> dict[int, float]:
     """Return the losses of the first validation split from metrics.jsonl: a dictionary from step to nats per token.
 
-    Steps after `up_to` are left out. The dictionary is empty if metrics.jsonl cannot be read.
+    `kind` is the kind of this split's records. Steps after `up_to` are left out. The dictionary is empty if
+    metrics.jsonl cannot be read.
     """
     losses: dict[int, float] = {}
     try:
         with open_regular(run_dir / RECORDS) as stream:
-            lines = [line for line in stream if b'"eval"' in line]
+            lines = [line for line in stream if json.dumps(kind).encode() in line]
     except OSError:
         return {}
     for line in lines:
         try:
             record = parse_object(line)
-            if record["kind"] == "eval" and record["step"] <= up_to and type(record["loss"]) in (int, float):
+            if record["kind"] == kind and record["step"] <= up_to and type(record["loss"]) in (int, float):
                 losses[record["step"]] = record["loss"]
         except (ValueError, KeyError, TypeError):
             continue  # a crash left an incomplete line

@@ -20,6 +20,7 @@ from txl_dist.data.loader.corpora import Corpora, first_stream, open_corpora
 from txl_dist.data.loader.lanes import lanes_of_rank
 from txl_dist.data.loader.target_sampler import TargetSettings
 from txl_dist.distributed.collectives import RankInfo
+from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
 from txl_dist.train.preflight import StageWarnings, check_hardware, check_text, warnings_on_stage
 from txl_dist.train.report.loggers import check_sinks
@@ -89,9 +90,12 @@ def _plan_stage(
     check_sinks(metrics)
     plan = plan_batch(train, world_size=ranks.world_size)
     if opened is None:
-        corpora = open_corpora(data, num_lanes=train.num_lanes, seed=config.run.seed)
+        corpora = open_corpora(data, num_lanes=train.num_lanes, seed=config.run.seed, evaluation=config.eval)
     else:
-        begin = first_stream(opened.train, data, num_lanes=train.num_lanes, seed=config.run.seed)
+        try:
+            begin = first_stream(opened.train, data, num_lanes=train.num_lanes, seed=config.run.seed)
+        except ConfigError as error:
+            raise ConfigError(f"train.phases, steps {steps.start + 1} to {steps.stop}: {error}") from error
         corpora = opened._replace(begin=begin)
     check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
     if metrics.sample_every_steps:

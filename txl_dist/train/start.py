@@ -18,6 +18,7 @@ import torch
 from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints
 from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
+from txl_dist.config.schema import paths_of_sets
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.data.loader.corpora import Corpora
@@ -48,7 +49,7 @@ from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
 from txl_dist.train.monitoring.watch import Monitor, Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
-from txl_dist.train.preflight import describe_batch, describe_data, warnings_on_repetition
+from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, quarantine
 from txl_dist.train.run_plan import RunPlan, Stage, plan_run
@@ -299,8 +300,8 @@ def _begin(plan: RunPlan, watch: Watch, recovery: Recovery, *, resume: str) -> t
     else:
         start = run_on_rank0(lambda: _restart(context, step=stored.step, stream=stored.stream))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
-    for corpus in context.corpora.opened:
-        corpus.tokenizer = tokenizer  # rank 0 has read it for all, so no rank reads the storage and fails alone
+    for split in (*context.corpora.train, *context.corpora.eval.values()):
+        split.corpus.tokenizer = tokenizer  # rank 0 has read it for all, so no rank reads the storage and fails alone
     weights = None
     if config.run.init and start.step == 0:
         weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first))
@@ -312,6 +313,8 @@ def _begin(plan: RunPlan, watch: Watch, recovery: Recovery, *, resume: str) -> t
         for line in describe_batch(context, num_parameters=plan.num_parameters):
             logger.info(line)
         for line in describe_data(context.corpora.train, end, last_step=last_step):
+            logger.info(line)
+        for line in describe_sets(context.corpora, paths_of_sets(config.eval.sets)):
             logger.info(line)
     if weights is not None:
         logger.info("the run starts with the weights of %s", config.run.init)
@@ -391,7 +394,7 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
     warnings += warnings_on_repetition(corpora.train, end, step_len=step_len, last_step=last_step)
     warnings += stage.warnings.size
     warnings += stage.warnings.settings
-    evaluated = evaluated_losses(context.run_dir, up_to=step)
+    evaluated = evaluated_losses(context.run_dir, up_to=step, kind=corpora.first_kind)
     newest = saved.folder if saved else None
     return Start(step, stream, tokenizer_json, evaluated, warnings, newest=newest, saved=saved)
 
@@ -406,7 +409,7 @@ def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:
         step,
         stream,
         context.corpora.first.tokenizer.to_json(),
-        evaluated_losses(context.run_dir, up_to=step),
+        evaluated_losses(context.run_dir, up_to=step, kind=context.corpora.first_kind),
         warnings=[],
         newest=checkpoints[-1] if checkpoints else None,
     )
@@ -418,7 +421,7 @@ def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
     Returns a sentence for each training split with damage that the run skips. Raises DataError for other damage.
     """
     warnings: list[str] = []
-    for split in (*corpora.train, *corpora.eval):
+    for split in (*corpora.train, *corpora.eval.values()):
         try:
             split.check_files()
         except DataError as error:

@@ -153,3 +153,32 @@ def test_a_phase_with_another_share_of_reused_or_predicted_tokens_is_refused(
     assert message in str(refusal.value)
     assert " to 0 for " in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+TWO_CORPORA = {"path": "a", "more_paths": ["b"]}
+
+
+def test_a_phase_has_its_own_weights_of_the_corpora() -> None:
+    for weights in ([], [1.0, 3.0]):
+        config = config_of("until=0.2", "until=0.5 weights=3,1", data=TWO_CORPORA | {"weights": weights})
+        check_phases(config)
+        given_weights = tuple(weights)
+        assert [stage.data.weights for _, stage in each_phase(config)] == [given_weights, (3.0, 1.0), given_weights]
+        for step in (30, 0, 60, 30, 99):
+            config = at_step(config, step)
+        assert whole(config) == config_of("until=0.2", "until=0.5 weights=3,1", data=TWO_CORPORA | {"weights": weights})
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ("3", 'in "until=0.5 weights=3": data.weights has 1 entry'),
+        ("3,-1", "weights=3,-1 is not a list of weights, which are 0 or more"),
+        ("3,nan", "weights=3,nan is not a list of weights"),
+        ("3;1", "weights=3;1 is not a list of weights"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused_with_their_phase(weights: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^train\.phases") as caught:
+        check_phases(config_of(f"until=0.5 weights={weights}", data=TWO_CORPORA))
+    assert words in str(caught.value)

@@ -157,7 +157,7 @@ def test_a_run_that_scores_a_part_of_its_text_is_not_ranked_beside_one_of_anothe
         scored = {"mask_documents": False, "max_tokens": max_tokens}
         bits = text_units([split], **scored).bits(2.0).get("bits_per_byte")
         path = tiny(tmp_path / f"run_{kind}", bits=bits, tokenizer=kind)
-        start = {"kind": "event", "event": "start", "step": 0} | text_facts([split], [split], **scored)
+        start = {"kind": "event", "event": "start", "step": 0} | text_facts([split], {"eval": split}, **scored)
         lines = (path / "metrics.jsonl").read_text().splitlines()
         (path / "metrics.jsonl").write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
         paths.append(path)

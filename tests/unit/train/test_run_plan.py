@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.corpora import tiny_corpus
+from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.tiny import tiny_config
 from txl_dist.config.load import Config, load_config
 from txl_dist.data.loader import corpora as corpora_module
@@ -47,6 +47,21 @@ def test_each_stage_has_its_own_lanes_and_all_share_what_was_opened(
     assert len(opened) == 1
     assert first.corpora.train == second.corpora.train
     assert first.saved_settings is second.saved_settings is plan.saved_settings
+
+
+def test_a_phase_whose_weights_leave_a_corpus_without_a_lane_is_refused_with_its_steps(tmp_path: Path) -> None:
+    first = tiny_corpus(tmp_path, name="first")
+    tokenizer = first.folder / "tokenizer.json"
+    texts = random_texts(count=30, seed=1)
+    second = tiny_corpus(tmp_path, name="second", texts=texts, kind="auto", tokenizer_path=tokenizer)
+    data = {"path": first.location, "more_paths": (second.location,), "weights": (1.0, 1.0)}
+    train = {"num_lanes": 4, "segment_len": 8, "microbatch_lanes": 2, "max_steps": 10}
+    config = tiny_config(data=data, train=train | {"phases": ["until=0.5", "until=0.8 weights=9,1"]})
+    with pytest.raises(ConfigError, match=r"train\.phases, steps 6 to 8: corpus .*second gets none of the 4 lanes"):
+        plan_run(config, RANK)
+    weighted = plan_run(tiny_config(data=data, train=train | {"phases": ["until=0.5 weights=3,1"]}), RANK)
+    lanes = [[one.num_lanes for one in stage.context.corpora.begin.corpora] for stage in weighted.stages]
+    assert lanes == [[3, 1], [2, 2]]
 
 
 def test_the_stage_of_a_step_is_the_one_that_makes_the_next_step(tmp_path: Path) -> None:

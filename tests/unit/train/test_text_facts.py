@@ -12,7 +12,7 @@ def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path)
     texts = [f"the cat sat on mat {number}" for number in range(30)]
     whole, lossy = (tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind) for kind in ("byte", "word"))
     split = whole.split("train")
-    known = text_facts([split], [whole.split("valid")], mask_documents=True)
+    known = text_facts([split], {"eval": whole.split("valid")}, mask_documents=True)
     assert known == {
         "corpora": ["byte"],
         "tokenizer": "byte",
@@ -21,16 +21,17 @@ def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path)
         "no_bits": {},
         "held_out_bytes": whole.split("valid").text_bytes,
     }
-    facts = text_facts([lossy.split("train")], [lossy.split("valid"), whole.split("valid")], mask_documents=False)
+    held_out = {"eval": lossy.split("valid"), "eval_news": whole.split("valid")}
+    facts = text_facts([lossy.split("train")], held_out, mask_documents=False)
     assert facts["token"] == "word"
     assert facts["no_bits"].keys() == {"train", "eval"}
     assert "the tokenizer (word) does not restore" in facts["no_bits"]["eval"]
-    part = text_facts([split], [whole.split("valid")], mask_documents=False, max_tokens=20)["no_bits"]
+    part = text_facts([split], {"eval": whole.split("valid")}, mask_documents=False, max_tokens=20)["no_bits"]
     assert part.keys() == {"eval"}
     assert "only the first 20 of the" in part["eval"]
-    assert "held_out_bytes" not in text_facts([split], [], mask_documents=False)
+    assert "held_out_bytes" not in text_facts([split], {}, mask_documents=False)
     half = text_facts(
-        [split], [whole.split("valid")], mask_documents=False, unscored=TrainSection(half_loss=True).unscored
+        [split], {"eval": whole.split("valid")}, mask_documents=False, unscored=TrainSection(half_loss=True).unscored
     )["no_bits"]
     assert half == {"train": "only the recent half of each segment is scored (train.half_loss)"}
 

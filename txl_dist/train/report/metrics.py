@@ -25,6 +25,7 @@ import torch
 import txl_dist
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.bits_per_byte import text_units
+from txl_dist.data.loader.corpora import labelled
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.distributed.collectives import RankInfo, gather_objects, uses_gpu
@@ -33,7 +34,6 @@ from txl_dist.distributed.rank_environment import format_ranks, without_local_ra
 from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
-from txl_dist.train.report.validation import labelled
 from txl_dist.train.state import TrainState
 
 _SUMS = ("_loss", "_grad_norm", "_local_ms", "_num_steps", "_num_skipped", "_num_scored", "_num_clipped", "_accuracies")

@@ -7,7 +7,7 @@ methods together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from txl_dist.data.loader.bits_per_byte import text_units
@@ -55,6 +55,7 @@ class Validator:
         self._config = context.config
         self._ranks = context.ranks
         self._splits = context.corpora.eval
+        self._first = context.corpora.first_kind
         self._evaluated = evaluated
         self._before_segment = before_segment
 
@@ -97,8 +98,8 @@ class Validator:
             evaluate = partial(evaluate_permutation, train=train, num_orders=self._config.eval.orders)
         else:
             evaluate = evaluate_split
-        results = [
-            evaluate(
+        results = {
+            kind: evaluate(
                 self._engine,
                 split,
                 maker=self._maker,
@@ -106,12 +107,12 @@ class Validator:
                 ranks=self._ranks,
                 before_segment=before_segment,
             )
-            for split in self._splits
-        ]
+            for kind, split in self._splits.items()
+        }
         if train.memory_len and not train.is_permutation:
             record = measure_memory(
                 self._engine,
-                self._splits[0],
+                self._splits[self._first],
                 maker=self._maker,
                 num_lanes=self._context.evaluation.num_lanes,
                 segment_len=train.segment_len,
@@ -122,13 +123,12 @@ class Validator:
             )
             if record is not None:
                 self._reporter.write("memory", record)
-        pairs = list(zip(self._splits, results, strict=True))
-        for split, result in reversed(pairs):  # the record of the first corpus shows that all are done
-            self._reporter.write(labelled("eval", split, self._splits), result.record(step))
+        for kind, result in reversed(results.items()):  # the record of the first split shows that all are done
+            self._reporter.write(kind, result.record(step))
         best = min(self._evaluated.values(), default=math.inf)
-        if math.isfinite(results[0].means.loss):
-            self._evaluated[step] = results[0].means.loss
-        losses = {labelled("eval", split, self._splits): result.means.loss for split, result in pairs}
+        losses = {kind: result.means.loss for kind, result in results.items()}
+        if math.isfinite(losses[self._first]):
+            self._evaluated[step] = losses[self._first]
         return losses, self._evaluated.get(step, math.inf) < best
 
     def should_sample(self, step: int) -> bool:
@@ -150,26 +150,9 @@ class Validator:
         self._reporter.write("sample", {"step": step, "prompt": self._config.metrics.sample_prompt, "text": text})
 
 
-def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
-    """Return the name of a split's records: `word`, followed by the name of the corpus unless it is the first corpus.
-
-    For instance with the word `eval`, the name is `eval` for the first corpus and `eval_news` for a further corpus
-    `news`. If several corpora have the same name, the number of the corpus is added.
-    """
-    number = splits.index(split)
-    if number == 0:
-        return word
-    names = [other.corpus.name for other in splits]
-    if names.count(names[number]) > 1:
-        suffix = f"_{number}"
-    else:
-        suffix = ""
-    return f"{word}_{names[number]}{suffix}"
-
-
 def text_facts(
     splits: Sequence[Split],
-    held_out: Sequence[Split],
+    held_out: Mapping[str, Split],
     *,
     mask_documents: bool,
     max_tokens: int = 0,
@@ -178,19 +161,19 @@ def text_facts(
 ) -> Record:
     """Return facts about a run's text for the record of the run's start: corpora, tokenizer, and units of the losses.
 
-    `splits` are the training splits, and `held_out` the validation splits. At most `max_tokens` tokens of each
-    validation split are scored, and 0 means all tokens. `unscored` is the reason why some targets of training have no
-    loss, or an empty text. Without `with_eval_bits` this reason applies to evaluations too.
+    `splits` are the training splits, and `held_out` the validation splits by kind of record. At most `max_tokens`
+    tokens of each validation split are scored, and 0 means all tokens. `unscored` is the reason why some targets of
+    training have no loss, or an empty text. Without `with_eval_bits` this reason applies to evaluations too.
 
     In the result, `no_bits` maps a kind of record to the reason why it has no bits per byte. `held_out_bytes` is the
     size of the text of the first validation split. Two runs with different sizes have different validation text.
     """
     shares = [1 / len(splits)] * len(splits)
     units = {"train": text_units(splits, shares=shares, mask_documents=mask_documents, unscored=unscored)}
-    for split in held_out:
-        name = labelled("eval", split, held_out)
+    for kind, split in held_out.items():
         eval_unscored = "" if with_eval_bits else unscored
-        units[name] = text_units([split], mask_documents=mask_documents, max_tokens=max_tokens, unscored=eval_unscored)
+        units[kind] = text_units([split], mask_documents=mask_documents, max_tokens=max_tokens, unscored=eval_unscored)
+    sizes = [split.text_bytes for split in held_out.values()]
     first = splits[0].corpus
     return {
         "corpora": [split.corpus.name for split in splits],
@@ -198,5 +181,5 @@ def text_facts(
         "vocab_size": first.vocab_size,
         "token": units["train"].token,
         "no_bits": {kind: text.problem for kind, text in units.items() if text.problem},
-        **({"held_out_bytes": held_out[0].text_bytes} if held_out else {}),
+        **({"held_out_bytes": sizes[0]} if sizes else {}),
     }
