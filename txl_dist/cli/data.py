@@ -10,7 +10,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from txl_dist.artifacts import TRAINED, ArtifactKind, detect_artifact, require
+from txl_dist.artifacts import TRAINED, ArtifactKind, detect_artifact, is_url, require
 from txl_dist.cli.parsing import local_source
 from txl_dist.config.registry import load_plugins
 from txl_dist.console.echo import echo
@@ -29,8 +29,8 @@ class PrepareArguments(PrepareSettings):
     """Files, folders, quoted globs or URLs of text, JSON lines, parquet or WebDataset tars, which may be compressed. Or
     `-` (standard input), `pipe:COMMAND`, or `stdlib` (source of Python's standard library). Or a named corpus: enwik8,
     text8, wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
-    out: Path
-    """Folder in which the corpus is written."""
+    out: str
+    """Folder in which the corpus is written. With --cluster, also a URL of an object store."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
     """Inputs of the validation split. Default: input files named valid, else a share of the documents."""
     test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
@@ -67,7 +67,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
     """
     load_plugins(arguments.plugins)
     arguments.check_tokenizer()
-    if detect_artifact(arguments.out) is not ArtifactKind.NOTHING:
+    if not is_url(arguments.out) and detect_artifact(arguments.out) is not ArtifactKind.NOTHING:
         require(
             arguments.out,
             ArtifactKind.CORPUS,
@@ -98,9 +98,10 @@ def _reindex(arguments: PrepareArguments) -> None:
             + (f", and remove {', '.join(unused)}, which would have no effect." if unused else ".")
         )
     start_logging()
-    with Progress("reading tars", total=bytes_of_tars(arguments.out, arguments.inputs)) as progress:
+    folder = Path(arguments.out)
+    with Progress("reading tars", total=bytes_of_tars(folder, arguments.inputs)) as progress:
         summary = reindex_corpus(
-            arguments.out,
+            folder,
             inputs=arguments.inputs,
             tokenizer_path=arguments.tokenizer_path,
             ignore_split_names=arguments.ignore_split_names,

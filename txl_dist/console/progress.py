@@ -27,12 +27,14 @@ class Progress:
         done: int = 0,
         every_s: float = 10.0,
         unit: Literal["MB", "tokens"] = "MB",
+        note: Callable[[], str] = lambda: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start at `done`, the amount that was finished before and does not count for the rate.
 
         A `total` of 0 means that the total is unknown. `every_s` is the time between two lines in seconds. With an
         infinite `every_s` only the bar is shown, and no lines. If `unit` is MB, all amounts are in bytes.
+        `note` returns text to add to each line.
         """
         self._what = what
         self._total = total
@@ -40,6 +42,7 @@ class Progress:
         self._every_s = every_s
         self._unit = unit
         self._scale = _MB if unit == "MB" else 1.0
+        self._note = note
         self._clock = clock
         self._begin = self._last = clock()
         self._bar: Any = None
@@ -73,15 +76,16 @@ class Progress:
         rate = (self._done - self._first) / max(self._clock() - self._begin, 1e-9)
         done = f"{self._done / self._scale:,.0f}"
         speed = f"{rate / self._scale:,.1f} {self._unit}/s"
+        note = self._note()
         if not self._total:
-            return f"{self._what}: {done} {self._unit}, {speed}"
+            return f"{self._what}: {done} {self._unit}, {speed}{note}"
         if rate:
             left = clock(round((self._total - self._done) / rate))
         else:
             left = "?"
         return (
             f"{self._what}: {done} of {self._total / self._scale:,.0f} {self._unit}, "
-            f"{100 * self._done / self._total:.0f} %, {speed}, {left} left"
+            f"{100 * self._done / self._total:.0f} %, {speed}, {left} left{note}"
         )
 
     def _show_bar(self) -> None:

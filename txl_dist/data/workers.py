@@ -1,4 +1,7 @@
-"""Worker processes of `txl prepare` and `txl verify`, which return results in the order of the tasks.
+"""Executors of `txl prepare` and `txl verify`, which run tasks elsewhere and return results in the order of the tasks.
+
+`Workers` is the interface. `PoolWorkers`, in this module, runs tasks in processes of this machine, and is the default.
+`RayWorkers` (ray_workers.py) runs tasks on the nodes of a Ray cluster.
 
 Few tasks are in flight at a time. Processes are spawned, not forked, because threads of the tokenizer library do not
 survive a fork. With one worker, tasks run in the present process, without the cost of a start. If a worker is killed,
@@ -12,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +24,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import TypeVar
 
+from typing_extensions import override
+
 from txl_dist.config.registry import load_plugins, loaded_plugins
 from txl_dist.errors import DataError
 
@@ -27,18 +33,39 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-class Workers:
+class Workers(ABC):
+    """Interface of an executor: it runs tasks in other processes or on other machines."""
+
+    where = ""
+    """Name of the node that made the result which `in_order` yielded last. Empty for the present machine."""
+
+    @abstractmethod
+    def in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yield the result of `function` for each task, in the order of the tasks.
+
+        Tasks are taken from `tasks` when there is room for them, not all at once. `function` and the tasks must be
+        picklable. Raises the exception of the first task that fails, and DataError if a worker was killed and the task
+        cannot run elsewhere.
+        """
+
+    def check(self, action: Callable[[str], None]) -> None:
+        """Call `action` with the name of each node, on this node. Raises what `action` raises."""
+        action("this machine")
+
+
+class PoolWorkers(Workers):
     """Pool of worker processes. Without an `executor`, tasks run in the present process."""
 
     def __init__(self, executor: ProcessPoolExecutor | None, num_workers: int) -> None:
         self._executor = executor
         self._max_in_flight = num_workers + 2
 
+    @override
     def in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield the result of `function` for each task, in the order of the tasks.
 
-        At most `num_workers` + 2 tasks are taken from `tasks` before their results are ready. `function` and the tasks
-        must be picklable. Raises the exception of the first task that fails, and DataError if a worker was killed.
+        At most `num_workers` + 2 tasks are taken from `tasks` before their results are ready. Raises errors as
+        `Workers.in_order` does.
         """
         if self._executor is None:
             yield from map(function, tasks)
@@ -65,13 +92,13 @@ def start_workers(num_workers: int) -> Iterator[Workers]:
     With one worker, no process is started, and tasks run in the present process.
     """
     if num_workers == 1:
-        yield Workers(None, 1)
+        yield PoolWorkers(None, 1)
         return
     context = multiprocessing.get_context("spawn")
     plugins = [plugin.name for plugin in loaded_plugins()]
     executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker, initargs=(plugins,))
     try:
-        yield Workers(executor, num_workers)
+        yield PoolWorkers(executor, num_workers)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
@@ -83,11 +110,15 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _begin_worker(plugins: Sequence[str]) -> None:
-    """Set up a worker process: one thread per library, Ctrl-C ignored, and the plugins loaded."""
-    # The tokenizer library starts a thread per core in each process; there is a process per core already.
+def use_one_thread() -> None:
+    """Make the tokenizer library use one thread in this process. There is a process per core already."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
+
+
+def _begin_worker(plugins: Sequence[str]) -> None:
+    """Set up a worker process: one thread per library, Ctrl-C ignored, and the plugins loaded."""
+    use_one_thread()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the first one decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load_plugins(plugins)  # a spawned process knows none

@@ -40,6 +40,7 @@ SMOKE: dict[str, list[str]] = {
     "benchmarks/metrics_logging": ["--rounds", "1"],
     "benchmarks/permutation": ["--tiny", "--rounds", "1", "--vocab-sizes", "50", "--lanes", "2"],
     "benchmarks/prepare": ["TEXT", "--rounds", "1", "--megabytes", "0.1", "--vocab-size", "300"],
+    "benchmarks/prepare_cluster": ["TEXT", "--megabytes", "0.05", "--parts", "20"],
     "experiments/books": ["BOOKS", "books"],
     "checks/plan": [],
     "checks/count_code": ["--files", "3"],

@@ -24,6 +24,9 @@ _LATER = ("member",)
 """Settings that were added after the first version with a prepared.json."""
 _OF_SPLITS = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
+_OF_WORKERS = frozenset({"num_workers", "block_bytes", "overwrite", "cluster", "workdir"})
+"""Settings that say where and how the work is done. They do not change the corpus."""
+
 
 @dataclass(frozen=True)
 class PrepareSettings(Learning):
@@ -96,6 +99,12 @@ class PrepareSettings(Learning):
     """Bytes of input per worker task. 0: chosen from the size of the input. The value does not change the corpus."""
     overwrite: bool = False
     """Replace a different corpus in the output folder (--out)."""
+    cluster: str = ""
+    """Cluster whose nodes do the work: `ray`, or `ray=HOST:PORT`. All nodes must see the inputs and folders under the
+    same paths or URLs. Default: processes of this machine."""
+    workdir: str = ""
+    """Folder that all nodes of the cluster share, or URL of an object store, for the work folder. Default: next to the
+    output."""
 
     def check(self) -> None:
         """Raise ConfigError for settings that are impossible or would have no effect."""
@@ -114,6 +123,7 @@ class PrepareSettings(Learning):
             raise ConfigError(f"shard_len={self.shard_len} must be 1 or more: it is the number of tokens in a shard.")
         if min(self.num_workers, self.block_bytes) < 0:
             raise ConfigError("num_workers and block_bytes must be 0 or more. Give 0 for an automatic choice.")
+        self._check_cluster()
         learning = self._changed("kind", *self.learning(), "tokenizer_all_splits")
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
@@ -139,6 +149,15 @@ class PrepareSettings(Learning):
                 "--archive can be used only with a named corpus, because the archive replaces the download of that "
                 "corpus. Give the name of the corpus as the input, for instance enwik8, or remove --archive."
             )
+
+    def _check_cluster(self) -> None:
+        """Raise ConfigError for an unknown kind of cluster, or for a work folder without a cluster."""
+        kind, equals, address = self.cluster.partition("=")
+        is_valid = kind == "ray" and bool(address) == bool(equals)
+        if self.cluster and not is_valid:
+            raise ConfigError(f"cluster={self.cluster}: it must be ray or ray=HOST:PORT.")
+        if self.workdir and not self.cluster:
+            raise ConfigError("workdir has an effect only with a cluster. Remove --workdir, or add --cluster ray.")
 
     @property
     def learns(self) -> bool:
@@ -222,7 +241,7 @@ class PrepareSettings(Learning):
         defaults. So a corpus that an older version prepared is recognized.
         """
         of_inputs = {"inputs", "valid_inputs", "test_inputs", "archive", "stdin_format", "allow_protocols"}
-        kept = self._facts(of_inputs | {"num_workers", "block_bytes", "overwrite"} | self._later_defaults())
+        kept = self._facts(of_inputs | _OF_WORKERS | self._later_defaults())
         by_old_name = sorted(keywords_in_old_names(kept, command="prepare").items())
         return hashlib.sha256(repr(dict(by_old_name)).encode()).hexdigest()
 
@@ -232,7 +251,7 @@ class PrepareSettings(Learning):
 
         The hash includes the paths of the inputs, but not their content.
         """
-        kept = self._facts({"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"})
+        kept = self._facts({"shard_len", "duplicates", "allow_protocols", *_OF_WORKERS - {"block_bytes"}})
         inputs = [_as_texts(self.inputs), _as_texts(self.valid_inputs), _as_texts(self.test_inputs)]
         kept["inputs"] = repr(inputs)
         ignores_duplicates = self.duplicates == "ignore"

@@ -88,10 +88,9 @@ class Preparation:
         """Return an iterator over the parts of `files`, starting at the cursor `begin`. Raises DataError as
         `read_parts` does."""
         settings = self.settings
-        part_bytes = settings.block_bytes or _choose_part_bytes(_total_bytes(files))
         return read_parts(
             files,
-            part_bytes=part_bytes,
+            part_bytes=settings.block_bytes or choose_part_bytes(_total_bytes(files)),
             begin=begin,
             allow_protocols=settings.allow_protocols,
             jsonl_field=settings.jsonl_field,
@@ -392,7 +391,7 @@ def _total_bytes(files: Sequence[SourceFile]) -> int:
     return total
 
 
-def _choose_part_bytes(total_bytes: int) -> int:
+def choose_part_bytes(total_bytes: int) -> int:
     """Return the size of a part of the input in bytes: a power of 2, from 4 to 256 MiB, for about two thousand parts.
 
     Returns 32 MiB if the total is unknown. A power of 2 seldom changes when a repaired file changes the total a little,

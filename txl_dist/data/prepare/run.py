@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,9 +162,14 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     other files, or is being prepared by another process. If a worker process dies, DataError is raised too.
     """
     job_settings = PrepareSettings(**settings).completed()
+    if job_settings.cluster:
+        from txl_dist.data.prepare.cluster import prepare_on_cluster
+
+        return prepare_on_cluster(output, job_settings)
     if "://" in str(output):
         raise ConfigError(
-            f"the output {output} is a URL. Give a local folder, and copy the finished corpus from it to the URL."
+            f"the output {output} is a URL. Give a local folder, and copy the finished corpus from it to the URL, or "
+            "prepare on a cluster (--cluster ray), which can write to a URL."
         )
     target = Path(output).resolve()  # the target of a link is replaced, not the link
     check_target(target)
@@ -211,32 +216,15 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
 
     Raises DataError if an input cannot be read or contains no text for the train split.
     """
-    settings = job.settings
     hashes = identities(job.files)
-    facts = f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}"
-    encoding = Encoding(
-        folder=str(job.scratch),
-        tokenizer=str(job.scratch / TOKENIZER_NAME),
-        fingerprint=tokenizer.fingerprint,
-        reading=job.reading,
-        seed=settings.seed,
-        has_bands=settings.duplicates != "ignore",
-        stamp=hashlib.sha256(facts.encode()).hexdigest(),
-    )
-
-    def hash_up_to(end: Cursor) -> str:
-        if end.offset:
-            last_file = end.file
-        else:
-            last_file = end.file - 1
-        return hashes[last_file]
+    encoding = encoding_of(job, tokenizer, stamp=stamp)
 
     parts: list[PartInfo] = []
     begin = Cursor()
     num_stored = 0
     while (part := read_part_info(job.scratch, len(parts))) is not None:
         is_of_this_run = part.stamp == encoding.stamp and part.begin == begin and part.end.file <= len(hashes)
-        if not is_of_this_run or part.inputs != hash_up_to(part.end):
+        if not is_of_this_run or part.inputs != hash_up_to(part.end, hashes):
             break
         parts.append(part)
         begin = part.end
@@ -250,19 +238,49 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
         for number, part in enumerate(job.parts(job.files, begin), start=len(parts)):
             for path, note in part.notes:
                 notes[note].append(path)
-            yield PartTask(encoding, number, hash_up_to(part.end), part)
+            yield PartTask(encoding, number, hash_up_to(part.end, hashes), part)
 
     with Progress("encoding", total=job.total_bytes, done=num_stored) as progress:
         for info in workers.in_order(encode_part, tasks()):
             parts.append(info)
             progress.reach(info.stored_bytes)
+    job.remarks += remarks_of_notes(notes)
+    return parts
+
+
+def encoding_of(job: Preparation, tokenizer: Tokenizer, *, stamp: str) -> Encoding:
+    """Return the settings for encoding the parts of a preparation whose settings have the hash `stamp`."""
+    facts = f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}"
+    return Encoding(
+        folder=str(job.scratch),
+        tokenizer=str(job.scratch / TOKENIZER_NAME),
+        fingerprint=tokenizer.fingerprint,
+        reading=job.reading,
+        seed=job.settings.seed,
+        has_bands=job.settings.duplicates != "ignore",
+        stamp=hashlib.sha256(facts.encode()).hexdigest(),
+    )
+
+
+def hash_up_to(end: Cursor, hashes: Sequence[str]) -> str:
+    """Return the hash of all inputs up to the cursor `end`. `hashes` are the `identities` of the input files."""
+    if end.offset:
+        last_file = end.file
+    else:
+        last_file = end.file - 1
+    return hashes[last_file]
+
+
+def remarks_of_notes(notes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a sentence for the user for each note on how files are read. `notes` are the paths of these files."""
+    remarks = []
     for note, paths in notes.items():
         if len(paths) > 1:
             more = f" and {len(paths) - 1:,} more"
         else:
             more = ""
-        job.remarks.append(f"{paths[0]}{more}: {note}")
-    return parts
+        remarks.append(f"{paths[0]}{more}: {note}")
+    return remarks
 
 
 def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
@@ -294,13 +312,16 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
         train_counts = np.load(folder / counts_name(TRAIN))
         num_unused = int((train_counts[:num_names] == 0).sum())
         if num_unused:
-            job.remarks.append(
-                f"{num_unused:,} of the {num_names:,} names of the vocabulary list do not occur in train"
-            )
+            job.remarks.append(remark_on_names(num_unused, num_names))
     statistics = statistics_of(parts, plan)
     index = index_of(tokenizer, dtype=token_dtype(tokenizer.vocab_size), splits=splits, statistics=statistics)
     write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)
+
+
+def remark_on_names(num_unused: int, num_names: int) -> str:
+    """Return the sentence for the user about names of a vocabulary list that do not occur."""
+    return f"{num_unused:,} of the {num_names:,} names of the vocabulary list do not occur in train"
 
 
 def statistics_of(parts: Sequence[PartInfo], plan: ShardPlan) -> dict[str, int]:

@@ -161,11 +161,18 @@ def encode_part(task: PartTask) -> PartInfo:
 def read_part_info(folder: Path, number: int) -> PartInfo | None:
     """Read the JSON file of a finished part. Returns None if the file is absent or unreadable."""
     try:
-        values = read_json(folder / f"{name_of_part(number)}.json")
+        return part_info_of(read_json(folder / f"{name_of_part(number)}.json"))
+    except (OSError, ValueError):
+        return None
+
+
+def part_info_of(values: Any) -> PartInfo | None:
+    """Return the description of a part from the values of its JSON file, or None if they are invalid."""
+    try:
         begin = typed(Cursor, values["begin"])
         end = typed(Cursor, values["end"])
         return typed(PartInfo, {**values, "begin": begin, "end": end})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

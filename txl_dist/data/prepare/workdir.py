@@ -100,8 +100,9 @@ def _put_back(scratch: Path, target: Path) -> None:
 
 
 def _holds_finished_work(scratch: Path) -> bool:
-    """Return whether the folder contains work that the same command can reuse: a part, a tokenizer or a download."""
-    for pattern in ("part-*.json", TOKENIZER_DONE, f"{DOWNLOADS}/*"):
+    """Return whether the folder contains work that the same command can reuse: a part, a tokenizer, a download or a
+    shard."""
+    for pattern in ("part-*.json", TOKENIZER_DONE, f"{DOWNLOADS}/*", f"{CORPUS}/*.idx"):
         if any(path.suffix != ".part" for path in scratch.glob(pattern)):
             return True
     return False

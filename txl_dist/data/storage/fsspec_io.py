@@ -109,13 +109,18 @@ def _options(protocol: str) -> dict[str, Any]:
 
 
 def retrying(
-    action: Callable[[], Result], *, what: str, retries: int, sleep: Callable[[float], None] = time.sleep
+    action: Callable[[], Result],
+    *,
+    what: str,
+    retries: int,
+    verb: str = "read",
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Result:
     """Call `action` until it succeeds, at most `retries` + 1 times, and return its result.
 
-    `what` names the source in messages. Raises DataError at once if the file does not exist, and after the last try if
-    the bytes were damaged. Raises UnreachableError at once if access is forbidden, and after the last try if the
-    connection failed.
+    `what` names the source and `verb` the action in messages. Raises DataError at once if the file does not exist, and
+    after the last try if the bytes were damaged. Raises UnreachableError at once if access is forbidden, and after the
+    last try if the connection failed.
     """
     for attempt in range(1, retries + 2):
         try:
@@ -131,7 +136,7 @@ def retrying(
                 else:
                     error_type = UnreachableError
                 raise error_type(
-                    f"cannot read {what}: {_reason(error)} (try {attempt} of {retries + 1}). "
+                    f"cannot {verb} {what}: {_reason(error)} (try {attempt} of {retries + 1}). "
                     "Check the address, the network, the credentials and the file at this address."
                 ) from error
             # Not from the global generator: reading data must not change what is drawn elsewhere.
