@@ -215,7 +215,7 @@ def _error_of_task(error: Any, *, node: str = "") -> Exception:
     cause = error.cause
     if isinstance(cause, TxlError):
         return cause
-    if isinstance(cause, ImportError) or "ModuleNotFoundError" in str(error):
+    if isinstance(cause, ImportError) or "RaySystemError" in str(error):  # the task could not be loaded
         lines = [line for line in str(error).splitlines() if line.strip()]
         return DataError(
             f"node {node or 'of the cluster'} cannot run tasks of txl_dist: {lines[-1].strip()}. Install txl_dist "

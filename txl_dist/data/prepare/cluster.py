@@ -183,7 +183,7 @@ def prepare_on_cluster(
 
 
 def _output_of(output: str | Path, settings: PrepareSettings) -> _Output:
-    """Return the output and its work folder. Raises ConfigError for a URL that would have to be overwritten."""
+    """Return the output and its work folder. Raises ConfigError for a URL that cannot be the output."""
     given = str(output)
     is_url = has_scheme(given)
     if is_url and settings.overwrite:
@@ -192,6 +192,8 @@ def _output_of(output: str | Path, settings: PrepareSettings) -> _Output:
         )
     location = given.rstrip("/") if is_url else str(Path(output).resolve())
     parent, _, name = location.rpartition("/")
+    if parent.endswith(":/"):
+        raise ConfigError(f"the output {given} is a whole bucket. Give a folder in it, such as {given}/NAME.")
     above = settings.workdir.rstrip("/") or parent
     if not has_scheme(above):
         above = os.path.abspath(above)

@@ -295,10 +295,9 @@ def plan_on_node(job: PlanJob, _: None) -> ShardPlan:
     work = shared_files(job.places.work)
     described = [part_info_of(values) for values in json.loads(work.read(PARTS_NAME))]
     parts = [part for part in described if part is not None]
-    kinds = ["records"] if job.duplicates == "ignore" else ["records", "bands"]
+    stems = {name_of_part(part.number, split) for part in parts for split in part.documents}
     with _node_folder() as folder:
-        stems = [name_of_part(part.number, split) for part in parts for split in part.documents]
-        names = [f"{stem}.{kind}" for stem in stems for kind in kinds]
+        names = [name for name in work.sizes() if name.partition(".")[0] in stems and not name.endswith(".ids")]
         _in_threads(lambda name: work.fetch(name, folder / name), names)
         plan = plan_shards(
             folder,

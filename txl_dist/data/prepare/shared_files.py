@@ -16,6 +16,7 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
+from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying
 from txl_dist.errors import DataError, UnreachableError
@@ -185,14 +187,10 @@ class UrlFiles(SharedFiles):
 
     @override
     def remove(self, names: Iterable[str]) -> None:
-        paths = [f"{self._path}/{name}" for name in names]
-
-        def remove_present() -> None:
-            with suppress(FileNotFoundError):
-                self._filesystem.rm(paths)
-
+        present = self.sizes()
+        paths = [f"{self._path}/{name}" for name in names if name in present]
         if paths:
-            self._try(remove_present, "", "remove")
+            self._try(lambda: self._filesystem.rm(paths), "", "remove")
 
     def _try(self, action: Callable[[], Result], name: str, verb: str) -> Result:
         return retrying(action, what=f"{self.location}/{name}", retries=_RETRIES, verb=verb)
@@ -216,30 +214,34 @@ def claim_url(files: SharedFiles, *, stamp: str, can_continue: bool, beat_s: flo
     removed. Raises DataError if another process uses the URL.
     """
     me = f"process {os.getpid()} on {socket.gethostname()}"
+    mark = secrets.token_hex(8)
     _await_owner(files, beat_s=beat_s)
     stopped = threading.Event()
 
-    def beat() -> None:
+    def beat(number: int) -> None:
+        files.write(OWNER, json.dumps({"owner": me, "mark": mark, "beat": number}).encode())
+
+    def beat_on() -> None:
         number = 0
-        while True:
+        while not stopped.wait(beat_s):
             number += 1
             try:
-                files.write(OWNER, json.dumps({"owner": me, "beat": f"{secrets.token_hex(4)}-{number}"}).encode())
+                beat(number)
             except UnreachableError as error:
                 logger.warning("%s", error)
-            if stopped.wait(beat_s):
-                return
 
-    thread = threading.Thread(target=beat, name="txl-owner", daemon=True)
+    beat(0)
+    time.sleep(beat_s / 5)
+    if mark.encode() not in (files.find(OWNER) or b""):  # another process began at the same moment
+        raise _used(files)
+    thread = threading.Thread(target=beat_on, name="txl-owner", daemon=True)
     thread.start()
     try:
         _take_over_url(files, stamp=stamp, can_continue=can_continue)
         yield
-        stopped.set()
-        thread.join()
         # The stamp goes first, so that no process continues from a half-removed folder.
         files.remove([STAMP])
-        files.remove(files.sizes())
+        files.remove(name for name in files.sizes() if name != OWNER)
     finally:
         stopped.set()
         thread.join()
@@ -251,12 +253,21 @@ def _await_owner(files: SharedFiles, *, beat_s: float) -> None:
     before = files.find(OWNER)
     if before is None:
         return
-    owner = str(json.loads(before).get("owner"))
-    logger.info("%s was used by %s. Waiting %.0f s for a sign of life", files.location, owner, 3 * beat_s)
-    if threading.Event().wait(3 * beat_s) or files.find(OWNER) not in (before, None):
-        raise DataError(
-            f"{files.location} is used by {owner}. Wait for that process, or choose another --workdir or output."
-        )
+    logger.info("%s was used by another process. Waiting %.0f s for a sign of its life", files.location, 3 * beat_s)
+    time.sleep(3 * beat_s)
+    if files.find(OWNER) not in (before, None):
+        raise _used(files)
+
+
+def _used(files: SharedFiles) -> DataError:
+    """Return the error for a URL that another process uses."""
+    try:
+        owner = str(json.loads(files.find(OWNER) or b"")["owner"])
+    except (ValueError, KeyError, TypeError):
+        owner = "another process"
+    return DataError(
+        f"{files.location} is used by {owner}. Wait for that process, or choose another --workdir or output."
+    )
 
 
 def _take_over_url(files: SharedFiles, *, stamp: str, can_continue: bool) -> None:
@@ -267,7 +278,8 @@ def _take_over_url(files: SharedFiles, *, stamp: str, can_continue: bool) -> Non
     left = [name for name in files.sizes() if name != OWNER]
     if left and content is None:
         raise DataError(
-            f"{files.location} contains {len(left):,} files of another program. Choose another --workdir or output."
+            f"{files.location} contains {counted(len(left), 'file')} of another program. Choose another --workdir or "
+            "output."
         )
     if left:
         logger.warning(
