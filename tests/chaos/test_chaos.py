@@ -70,7 +70,7 @@ def test_the_oracle_sees_what_it_is_there_for(lab: Lab) -> None:
         pytest.param("kill:0:9:save-copied", 3, marks=pytest.mark.smoke),
         ("kill:1:9:save-file-half#2", 1),
         ("kill:0:9:save-rename", 1),
-        ("kill:0:9:prune-half", 3),
+        pytest.param("kill:0:9:prune-half", 3, marks=pytest.mark.nightly),
     ],
 )
 def test_a_crash_in_a_save_costs_no_checkpoint_and_changes_nothing(lab: Lab, fault: str, stage: int) -> None:
@@ -91,11 +91,15 @@ def test_a_run_goes_on_with_other_ranks_at_other_stages(lab: Lab) -> None:
     assert_passed(journey(lab, name="both", leg_steps=6))
 
 
-@pytest.mark.parametrize(("kind", "moment"), [("SIGTERM to rank 1", "save"), ("STOP file", "evaluation")])
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [("SIGTERM to rank 1", "save"), pytest.param("STOP file", "evaluation", marks=pytest.mark.nightly)],
+)
 def test_a_request_to_stop_loses_nothing(lab: Lab, kind: str, moment: str) -> None:
     assert_passed(request(lab, kind=kind, moment=moment))
 
 
+@pytest.mark.nightly
 def test_a_signal_to_the_launcher_loses_nothing_either(lab: Lab) -> None:
     assert_passed(launcher(lab, kind="deepspeed", moment="training"))
 
@@ -113,7 +117,7 @@ def test_a_failed_write_costs_that_checkpoint_only(lab: Lab) -> None:
     assert_passed(failing_write(lab, kind="enospc", phase="save-file-half", rank=1))
 
 
-@pytest.mark.parametrize("kind", ["SIGTERM to rank 1", "STOP file"])
+@pytest.mark.parametrize("kind", ["SIGTERM to rank 1", pytest.param("STOP file", marks=pytest.mark.nightly)])
 def test_who_asks_to_stop_is_heard_while_the_last_save_waits_for_a_full_disk(lab: Lab, kind: str) -> None:
     assert_passed(last_save(lab, kind=kind))
 
@@ -122,6 +126,7 @@ def test_a_run_whose_directory_goes_away_ends_with_an_error_and_goes_on_where_it
     assert_passed(removed(lab, moment="slow:*:12:save-file"))
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_survived(lab: Lab) -> None:
     if not can_mount(lab.folder):
         pytest.skip("mounting a small disk is not allowed here")
@@ -153,9 +158,9 @@ def test_a_rank_is_replaced_while_other_nodes_keep_copies_too(lab: Lab) -> None:
     ("work", "stage"),
     [
         pytest.param("sample, before it is written", 1, marks=pytest.mark.smoke),
-        ("validation", 3),
+        pytest.param("validation", 3, marks=pytest.mark.nightly),
         ("save beside later steps", 1),
-        ("save of the best", 2),
+        pytest.param("save of the best", 2, marks=pytest.mark.nightly),
         *(pytest.param(work, 0, marks=pytest.mark.nightly) for work in IN_PROGRESS),
     ],
 )
@@ -167,7 +172,7 @@ def test_a_loss_during_a_validation_a_sample_or_a_save_changes_no_bit(lab: Lab, 
     ("kind", "stage"),
     [
         ("phases", 1),
-        ("XLNet", 1),
+        pytest.param("XLNet", 1, marks=pytest.mark.nightly),
         *(pytest.param(kind, stage, marks=pytest.mark.nightly) for kind in KINDS_OF_RUNS for stage in (0, 3)),
         pytest.param("phases, in the first step of one", 2, marks=pytest.mark.nightly),
     ],
@@ -178,12 +183,13 @@ def test_a_loss_in_runs_of_all_kinds_changes_no_bit(lab: Lab, kind: str, stage: 
 
 @pytest.mark.parametrize(
     ("stage", "both_copies"),
-    [(3, False), (3, True), pytest.param(0, False, marks=pytest.mark.nightly)],
+    [(3, True), *(pytest.param(stage, False, marks=pytest.mark.nightly) for stage in (0, 3))],
 )
 def test_lost_copies_come_from_the_other_node_or_from_the_checkpoint(lab: Lab, stage: int, both_copies: bool) -> None:
     assert_passed(damaged(lab, stage=stage, both_copies=both_copies))
 
 
+@pytest.mark.nightly
 def test_a_logging_interval_continues_after_a_loss(lab: Lab) -> None:
     assert_passed(replaced(lab, "kill:0:10:decided", "--metrics.log_every_steps", "7"))
 
@@ -258,6 +264,7 @@ def test_no_crafted_pickle_is_executed(lab: Lab) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_half_a_minute_of_mixed_faults_ends_where_the_unbroken_run_ends(lab: Lab) -> None:
     assert_passed(goodput(lab, minutes=0.4, mean_s=2.0))
 

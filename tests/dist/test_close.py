@@ -114,6 +114,7 @@ def phased_worker(ranks: RankInfo, folder: str, corpus: str) -> dict[int, tuple[
     return seen
 
 
+@pytest.mark.nightly
 def test_the_fourth_phase_of_a_run_needs_as_much_memory_as_a_run_of_one_phase(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path)
     for seen in run_ranks(phased_worker, str(tmp_path), corpus.location, world_size=2, folder=tmp_path / "ranks"):

@@ -38,6 +38,7 @@ def test_its_links_lead_somewhere() -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.docs
+@pytest.mark.nightly
 def test_its_cells_run_and_show_what_they_say(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is in the extra `dev`")
     notebook = read(NOTEBOOK)

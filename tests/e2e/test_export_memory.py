@@ -62,6 +62,7 @@ def test_an_export_of_a_run_of_four_ranks_fits_into_1_3_times_its_weights(run: P
         assert found["peak"] <= 1.3 * found["bytes"], dtype
 
 
+@pytest.mark.nightly
 def test_so_does_an_export_of_a_bundle(run: Path, tmp_path: Path) -> None:
     result = txl("export", str(run), "bundle", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -37,7 +37,10 @@ def test_a_killed_run_continues_bit_for_bit_with_its_memories(tmp_path: Path, co
     assert_same_state(list_checkpoints(killed)[-1], list_checkpoints(whole)[-1])
 
 
-@pytest.mark.parametrize("words", [["--data.document_mask", "True"], ["--data.document_mask", "False"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--data.document_mask", "True"], pytest.param(["--data.document_mask", "False"], marks=pytest.mark.nightly)],
+)
 def test_every_zero_stage_and_number_of_ranks_gives_the_same_losses(
     tmp_path: Path, config_file: Path, words: list[str]
 ) -> None:

@@ -38,8 +38,13 @@ CASES = {
     "zero_3": ["--engine.zero_stage", "3", "--engine.activation_checkpointing", "True", "--optim.ema_decay", "0.9"],
 }
 
+EVERY_RUN = ("bf16", "muon", "ema", "blocks", "zero_3")
+"""Cases that are not only nightly."""
 
-@pytest.mark.parametrize("case", list(CASES))
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in EVERY_RUN else [pytest.mark.nightly]) for case in CASES]
+)
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_interrupted(
     tmp_path: Path, config_file: Path, case: str
 ) -> None:

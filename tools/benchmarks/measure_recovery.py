@@ -30,8 +30,11 @@ import psutil
 from tools.benchmarks.measure_ends import launched_ranks, prepare_corpus, start_launcher
 from tools.benchmarks.measuring import announced, positive
 from txl_dist.distributed.recovery.seat import read_seat
+from txl_dist.report.recoveries import PHASES
 
 SILENT_S = 3.0
+SPARE_S = 10.0
+"""Seconds for the spare to import everything. A rank that is lost earlier waits for it."""
 WHAT = {
     "kill": "one rank is killed",
     "pair": "two ranks are killed at once",
@@ -59,6 +62,8 @@ class Recovery(NamedTuple):
     """Seconds from the strike to the report of the first step of the new generation."""
     steps_again: int
     """Finished steps that were made again."""
+    why: str
+    """Causes of the losses, and seconds by phase."""
 
 
 class Metrics:
@@ -72,6 +77,8 @@ class Metrics:
         self.highest_step = 0
         self.steps_again = 0
         self.num_recovered = 0
+        self.why = ""
+        """Causes of the last losses, and seconds by phase of the recovery."""
         self.step_s: list[float] = []
         """Seconds of each step."""
 
@@ -97,6 +104,7 @@ class Metrics:
             self.step_s.append(record["step_ms"] / 1000)
         elif record.get("event") == "recovered":
             self.num_recovered += 1
+            self.why = f"{record['why']}: " + ", ".join(f"{name} {record[name]:.2f}" for name in PHASES)
 
 
 def find_ranks(launcher: psutil.Process) -> list[psutil.Process]:
@@ -183,7 +191,7 @@ def strike(job: Job, what: str, survivor: psutil.Process) -> Recovery:
         victims[1].kill()
     end_s = job.wait_until(lambda: metrics.num_recovered > before)
     job.wait_for_steps(1)
-    return Recovery(end_s - start_s, metrics.steps_again - again)
+    return Recovery(end_s - start_s, metrics.steps_again - again, metrics.why)
 
 
 def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Namespace) -> str:
@@ -192,6 +200,7 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
     words = ["--engine.zero_stage", str(stage), *RECOVER, *arguments.settings]
     job = Job(folder, *words, run=run, num_ranks=arguments.ranks)
     job.wait_for_steps(5)
+    time.sleep(SPARE_S)
     survivor = find_ranks(job.launcher)[-1]
     rss, sockets = [], []
     recoveries = []
@@ -204,6 +213,8 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
         rss.append(survivor.memory_info().rss / 2**20)
         sockets.append(len(survivor.net_connections()))
     job.end()
+    slowest = max(recoveries)
+    print(f"slowest: {slowest.seconds:.2f} s: {slowest.why}", file=sys.stderr)
     times = sorted(recovery.seconds for recovery in recoveries)
     again = sum(recovery.steps_again for recovery in recoveries)
     step_ms = 1000 * statistics.median(job.metrics.step_s)

@@ -168,7 +168,7 @@ def test_a_past_that_lacks_positions_of_a_layer_is_seen_as_far_as_all_of_it_goes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["post_norm", "labml_like"])
+@pytest.mark.parametrize("name", ["post_norm", pytest.param("labml_like", marks=pytest.mark.nightly)])
 def test_ten_thousand_tokens_on_it_is_as_near(name: str) -> None:
     model = tiny_model(**VARIANTS[name]).eval()
     ring = FrozenModel(model).ring(num_rows=2, memory_len=50, chunk_len=30)
@@ -224,7 +224,7 @@ def pasts_of(
     "settings",
     [
         pytest.param(RECURRENT["relative"], marks=pytest.mark.slow),
-        pytest.param(VARIANTS["labml_like"], marks=pytest.mark.slow),
+        pytest.param(VARIANTS["labml_like"], marks=[pytest.mark.slow, pytest.mark.nightly]),
         {"same_length": "memory"},
     ],
 )

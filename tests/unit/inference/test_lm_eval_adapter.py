@@ -113,6 +113,7 @@ def test_rolling_scores_of_a_local_file_are_those_of_txl_evaluate(setting: Setti
     assert_as_evaluated(setting, rolling_of(setting, tmp_path / "out", *model), tmp_path / "log_probs.jsonl")
 
 
+@pytest.mark.nightly
 def test_rolling_scores_over_http_are_the_same(setting: Setting, base_url: str, tmp_path: Path) -> None:
     lm = setting.lm
     arguments = f"base_url={base_url}/v1/completions,model=tiny,tokenizer_backend=remote,max_length={MEMORY_LEN}"

@@ -38,6 +38,7 @@ def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) 
     assert 0 < float(str(share["share of products"])) < 1
 
 
+@pytest.mark.nightly
 def test_a_step_is_timed_beside_another_checkout_in_a_process_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     words = ("--sizes", "ptb", "--against", str(ROOT), "--json", str(file))

@@ -91,6 +91,8 @@ ELSEWHERE: dict[str, str] = {
     "benchmarks/step_worker": "is started by benchmarks/step",
 }
 """Programs without a run here, and why, or which test runs them."""
+NIGHTLY = ("experiments/xlnet_probe", "experiments/studies")
+"""Programs whose smallest size takes long."""
 
 
 def module_of(name: str) -> str:
@@ -169,7 +171,9 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
     return places
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in SMOKE]
+)
 def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tmp_path: Path) -> None:
     """Forked, since 32 fresh processes would import torch for two minutes."""
     places = make_places(tmp_path, wanted=SMOKE[name])

@@ -240,6 +240,7 @@ def test_without_a_memory_longer_segments_need_as_many_bytes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_trials_are_trained_scored_and_told_once(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path, texts=["abc" * 40 + "d" * i for i in range(40)], valid_fraction=0.2).folder
     for _ in range(2):  # the second time nothing is trained

@@ -85,6 +85,7 @@ def test_the_page_shows_the_table_of_the_records() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_recipe_is_trained_scored_and_told(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path).folder
     model = "[model]\nnum_layers = 1\nwidth = 16\nnum_heads = 1\nhead_width = 16\nff_width = 16\ncutoffs = []\n"

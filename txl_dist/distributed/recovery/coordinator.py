@@ -496,7 +496,7 @@ class Coordinator:
         one = self._agents[number]
         if one.rank >= 0 and not one.kill:
             one.kill = why
-            self.outbox.append((number, {"kind": "kill", "dump": why.startswith("hung")}))
+            self.outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
 
     def _end(self, reason: str) -> None:
         """End the job, and print the reason."""

@@ -451,6 +451,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     given = tiny_corpus(tmp_path, name="given").folder / "tokenizer.json"
     lines = "".join(json.dumps({"text": text * 20}) + "\n" for text in random_texts(count=400))

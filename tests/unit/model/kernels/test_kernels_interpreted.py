@@ -23,18 +23,29 @@ def obstacle() -> str | None:
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 
 ROOT = Path(__file__).parents[4]
-FP32 = [
-    *("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "no_memory", "whole_eights", "empty_memory"),
-    *("borders", "many_tiles", "large_tiles", "large_tiles_of_one_document"),
-    *("window", "window_over_many_tiles", "window_longer_than_memory", "dropout"),
+EVERY_RUN = ["odd", "one_token", "no_memory", "empty_memory", "borders", "window", "dropout"]
+NIGHTLY = [
+    *("nvidia_base_shape", "one_token_after_memory", "whole_eights", "many_tiles", "large_tiles"),
+    *("large_tiles_of_one_document", "window_over_many_tiles", "window_longer_than_memory"),
 ]
+"""Cases that take the interpreter longer."""
+FP32 = [*EVERY_RUN, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
 FOUND = dict[str, dict[str, float]]
 
 
 @pytest.fixture(scope="module")
-def found() -> FOUND:
+def found(request: pytest.FixtureRequest) -> FOUND:
     """What each check found, all from one process: starting one costs more than most checks."""
-    names = [*FP32, "bf16", "dropout_rates", "recomputed", "softmax_errors", "weighted_losses"]
+    is_nightly = any(item.get_closest_marker("nightly") for item in request.session.items)
+    names = [
+        *EVERY_RUN,
+        *(NIGHTLY if is_nightly else []),
+        "bf16",
+        "dropout_rates",
+        "recomputed",
+        "softmax_errors",
+        "weighted_losses",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.model.kernels.interpreted", *names],
         cwd=ROOT,
@@ -57,7 +68,8 @@ def test_context_and_all_gradients_are_those_of_the_twin(found: FOUND, name: str
 
 def test_products_that_lie_apart_are_attended_to_as_one(found: FOUND) -> None:
     differences = [values["of_products"] for values in found.values() if "of_products" in values]
-    assert differences == [0.0] * 5
+    assert len(differences) >= 2
+    assert set(differences) == {0.0}
 
 
 def test_in_bf16_they_differ_by_its_rounding(found: FOUND) -> None:

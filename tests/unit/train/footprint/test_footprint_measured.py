@@ -20,9 +20,11 @@ ROOT = Path(__file__).parents[4]
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        ((1, 3), []),
-        pytest.param((0, 2), [], marks=pytest.mark.nightly),
-        pytest.param((1,), ["--recipes", "xlnet", "--softmax", "plain", "--lanes", "8"], id="xlnet"),
+        ((3,), []),
+        pytest.param((0, 1, 2), [], marks=pytest.mark.nightly),
+        pytest.param(
+            (1,), ["--recipes", "xlnet", "--softmax", "plain", "--lanes", "8"], id="xlnet", marks=pytest.mark.nightly
+        ),
     ],
     ids=str,
 )
