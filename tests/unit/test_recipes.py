@@ -71,7 +71,7 @@ OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib", "xlnet")
 
 
 OPTIONAL = ("phases", "memory_lens", "initial_memory", "half_loss", "objective", "reuse_len", "predicted_len")
-OPTIONAL += ("order_len", "longest_span", "span_context")
+OPTIONAL += ("order_len", "longest_span", "span_context", "batch_tokens")
 """Of a batch: what few runs ask for."""
 
 

@@ -169,17 +169,20 @@ def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_
     """Run one process of a section. Return why it did not finish its jobs, or an empty text if it did."""
     marks = [word for job in skip for word in ("--skip", job)]
     command = [*PROGRAM, *sys.argv[1:], "--child", name, "--began", repr(journal.began), *marks]
+
+    def num_states() -> int:
+        return sum("state" in entry for entry in entries(journal.path, began=journal.began, section=name))
+
+    last = num_states()
     with journal.log.open("a+b") as said:
         begin = said.seek(0, os.SEEK_END)
         process = subprocess.Popen(command, stdout=said, stderr=said, stdin=subprocess.DEVNULL, start_new_session=True)
-        why, last, since = "", -1, math.inf  # what the process imports is no job and has the section's limit
+        why, since = "", math.inf  # what the process imports is no job and has the section's limit
         try:
             while process.poll() is None and not why:
                 time.sleep(0.1)
-                told = sum("state" in entry for entry in entries(journal.path, began=journal.began, section=name))
-                if last < 0:
-                    last = told
-                elif told != last:
+                told = num_states()
+                if told != last:
                     last, since = told, time.time()
                 if time.time() > ends:
                     why = "the section's time ended"

@@ -79,7 +79,7 @@ READING = (
         "state, batch, step, loop, and the start that builds them",
         (
             *("train/state.py", "train/batch.py", "train/schedule.py", "train/stepper.py", "train/loop.py"),
-            *("train/run_dir.py", "train/run_plan.py", "train/start.py"),
+            *("train/run_plan.py", "train/start.py"),
         ),
     ),
     Reading(

@@ -346,7 +346,7 @@ COUNTERPARTS = (
         "scheduler lr_scheduler lr_scheduler_type lr_schedule lr_decay_style decay_lr scheduler_type scheduler.type",
         "optim.schedule",
     ),
-    Counterpart("ema_decay ema_rate use_ema", "optim.ema_decay"),
+    Counterpart("ema_decay ema_rate", "optim.ema_decay"),
     # Engine.
     Counterpart("bf16 bfloat16 use_bf16 bf16.enabled", "engine.precision", "bf16"),
     Counterpart("fp16 half float16 use_fp16 fp16.enabled amp use_amp", "engine.precision", "fp16"),

@@ -18,7 +18,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
 
 
 def test_xlnets_objective_needs_a_whole_segment_of_validation_text(corpora: Corpora) -> None:
-    (split,) = corpora.eval
+    (split,) = corpora.eval.values()
     check_text(corpora, segment_len=8, eval_segment_len=split.tokens - 1, sample_prompt=None)
     check_text(corpora, segment_len=split.tokens, sample_prompt=None)
     with pytest.raises(ConfigError) as caught:
