@@ -68,7 +68,7 @@ def test_the_oracle_sees_what_it_is_there_for(lab: Lab) -> None:
     ("fault", "stage"),
     [
         pytest.param("kill:0:9:save-copied", 3, marks=pytest.mark.smoke),
-        ("kill:1:9:save-file-half#2", 1),
+        pytest.param("kill:1:9:save-file-half#2", 1, marks=pytest.mark.nightly),
         ("kill:0:9:save-rename", 1),
         pytest.param("kill:0:9:prune-half", 3, marks=pytest.mark.nightly),
     ],
@@ -82,6 +82,7 @@ def test_every_flipped_bit_and_every_cut_is_found(lab: Lab, kind: str) -> None:
     assert_passed(verifier(lab, kind=kind))
 
 
+@pytest.mark.nightly
 def test_a_damaged_checkpoint_is_passed_over_and_moved_aside(lab: Lab) -> None:
     assert_passed(damaged_folder(lab, pattern="engine/00001.safetensors"))
 

@@ -66,7 +66,7 @@ def rebuild_worker(ranks: RankInfo, stage: int) -> list[tuple[Any, int, int]]:
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+    "stage", [pytest.param(0, marks=pytest.mark.nightly), 1, pytest.param(2, marks=pytest.mark.nightly), 3]
 )
 def test_ten_rebuilds_in_one_process_give_the_same_bits_and_leak_no_socket_and_no_memory(
     tmp_path: Path, stage: int

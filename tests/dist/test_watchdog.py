@@ -154,7 +154,7 @@ def test_two_ranks_that_end_a_frozen_one_let_it_write_its_stacks() -> None:
     assert frozen.returncode == 3
 
 
-@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("culprit", [0, 1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_rank_that_was_killed_is_named_once_and_the_others_leave_at_once(culprit: int, tmp_path: Path) -> None:
     outcome = outcome_of(f"kill:{culprit}:{FAULT_STEP}", tmp_path, world_size=3, limit_s=60)
     (line,) = outcome.lines
@@ -163,7 +163,7 @@ def test_a_rank_that_was_killed_is_named_once_and_the_others_leave_at_once(culpr
     assert outcome.after_s < 10
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_an_error_of_a_ranks_own_is_the_only_thing_said(culprit: int, tmp_path: Path) -> None:
     outcome = outcome_of(f"raise:{culprit}:{FAULT_STEP}", tmp_path, world_size=2, limit_s=60)
     assert outcome.lines == ["own error: ordered by TXL_FAILPOINTS"]

@@ -38,7 +38,7 @@ CASES = {
     "zero_3": ["--engine.zero_stage", "3", "--engine.activation_checkpointing", "True", "--optim.ema_decay", "0.9"],
 }
 
-EVERY_RUN = ("bf16", "muon", "ema", "blocks", "zero_3")
+EVERY_RUN = ("bf16", "blocks", "zero_3")
 """Cases that are not only nightly."""
 
 
