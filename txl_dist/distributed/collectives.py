@@ -141,8 +141,27 @@ def all_reduce_flags(votes: StepFlags, *, world_size: int) -> StepFlags:
     return StepFlags(stop=num_stop > 0, written=num_written == world_size, save=num_save > 0)
 
 
+def all_reduce_and(flag: bool) -> bool:
+    """Return whether all ranks pass True. All ranks call this function together.
+
+    The cost of a rank hardly grows with the number of ranks, unlike that of `gather_objects`.
+    """
+    num_false = all_reduce_sum(torch.tensor(float(not flag)))
+    return num_false.item() == 0
+
+
+def gather_on_rank0(value: T) -> list[T]:
+    """Return the list of the values that the ranks pass, in rank order, on rank 0. The list is empty on other ranks."""
+    gathered: list[Any] = []
+    if torch_dist.get_rank() == 0:
+        gathered = [None] * torch_dist.get_world_size()
+    torch_dist.gather_object(value, gathered or None)
+    return gathered
+
+
 def gather_objects(value: T) -> list[T]:
-    """Return the list of the values that the ranks pass, in rank order. Every rank gets the whole list."""
+    """Return the list of the values that the ranks pass, in rank order. Every rank gets the whole list, so the cost of
+    each rank grows with the number of ranks."""
     gathered: list[Any] = [None] * torch_dist.get_world_size()
     torch_dist.all_gather_object(gathered, value)
     return gathered
@@ -176,6 +195,8 @@ def run_on_all_ranks(action: Callable[[], T]) -> T:
         else:
             report = TxlError(f"rank {rank} failed: {problem!r}.")
         report.rank = rank
+    if all_reduce_and(report is None):
+        return cast(T, result)
     for other in gather_objects(report):
         if other is None:
             continue
@@ -198,7 +219,7 @@ def run_on_rank0(action: Callable[[], T]) -> T:
 
 def barrier() -> None:
     """Wait on the host until all ranks have called this function."""
-    gather_objects(None)
+    all_reduce_and(True)
 
 
 def get_rank() -> int:

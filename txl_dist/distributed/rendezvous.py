@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -63,14 +63,21 @@ def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> S
 
 
 def _wait_for_ranks(store: Store, *, world_size: int, timeout_s: int) -> list[int]:
-    """Wait on rank 0 for the other ranks. Returns the ranks that are still missing after `timeout_s` seconds."""
-    missing = list(range(1, world_size))
+    """Wait on rank 0 for the other ranks. Returns the ranks that are still missing after `timeout_s` seconds.
+
+    The store is asked once per look for all ranks together, and rank by rank only for a message.
+    """
+    keys = [f"here/{rank}" for rank in range(1, world_size)]
+
+    def missing() -> list[int]:
+        return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+
     wait = _BoundedWait(timeout_s)
-    while True:
-        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
-        if not missing or not wait.has_time_left(missing):
-            return missing
+    while keys and not store.check(keys):
+        if not wait.has_time_left(missing):
+            return missing()
         time.sleep(0.1)
+    return []
 
 
 def _wait_for_answer(store: Store, *, timeout_s: int) -> None:
@@ -96,14 +103,14 @@ class _BoundedWait:
         self._begin_s = time.monotonic()
         self._has_printed = False
 
-    def has_time_left(self, missing: Sequence[int]) -> bool:
-        """Return whether time is left to wait for the missing ranks."""
+    def has_time_left(self, missing: Callable[[], Sequence[int]]) -> bool:
+        """Return whether time is left to wait for the missing ranks. `missing` returns these ranks, for the message."""
         waited_s = time.monotonic() - self._begin_s
-        if waited_s >= SAY_AFTER_S and not self._has_printed:
+        if waited_s >= SAY_AFTER_S and not self._has_printed and (ranks := missing()):
             self._has_printed = True
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             echo(
-                f"txl: waiting at {address} for {format_ranks(missing)} of {os.environ['WORLD_SIZE']}, "
+                f"txl: waiting at {address} for {format_ranks(ranks)} of {os.environ['WORLD_SIZE']}, "
                 f"at most {self._timeout_s} s. {RUN_ALONE}",
                 to=sys.stderr,
             )
@@ -143,7 +150,7 @@ def _wait_for_listener(address: str, port: int, *, timeout_s: int) -> None:
             socket.create_connection((address, port), timeout=_PIECE_S).close()
             return
         except OSError:
-            if not wait.has_time_left([0]):
+            if not wait.has_time_left(lambda: [0]):
                 raise
             time.sleep(0.1)
 

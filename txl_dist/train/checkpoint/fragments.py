@@ -57,8 +57,9 @@ class FragmentFiles:
     """Reader of a checkpoint's fragment files. Each file contains one rank's pieces of the parameters and of their
     optimizer state. An engine of any ZeRO stage, on any number of ranks, loads from this reader.
 
-    The reader first opens the file of rank `near`. It opens another file only if the open files lack a requested value.
-    So a rank that reads the fragments that it saved itself opens one file only.
+    The reader first opens file number `near`. It opens another file only if the open files lack a requested value, the
+    nearest number first. So a rank that reads the fragments that it saved itself opens one file only, and on another
+    number of ranks it opens a few neighbours.
     """
 
     def __init__(self, folder: Path, *, near: int = 0) -> None:
@@ -66,8 +67,8 @@ class FragmentFiles:
         cannot be read."""
         self._folder = folder
         paths = sorted(folder.glob("*.safetensors"))
-        near = min(near, max(len(paths) - 1, 0))
-        self._waiting = paths[near:] + paths[:near]
+        by_distance = sorted(range(len(paths)), key=lambda number: abs(number - near))
+        self._waiting = [paths[number] for number in by_distance]
         self._opened: list[_FragmentFile] = []
         self.kinds: list[str] = []
         while not self.kinds and self._open_next():  # a rank of a small model may hold nothing

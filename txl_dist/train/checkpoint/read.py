@@ -36,7 +36,14 @@ from txl_dist.config.registry import plugin_changes
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.stream_state import StreamState, continued
-from txl_dist.distributed.collectives import RankInfo, broadcast_object, gather_objects, run_on_all_ranks, run_on_rank0
+from txl_dist.distributed.collectives import (
+    RankInfo,
+    all_reduce_and,
+    broadcast_object,
+    gather_objects,
+    run_on_all_ranks,
+    run_on_rank0,
+)
 from txl_dist.errors import CheckpointError, DataError, TxlError
 from txl_dist.fault_injection import failpoint
 from txl_dist.inference.weights import Rows
@@ -191,8 +198,9 @@ def examine_together(folder: Path, ranks: RankInfo) -> Examination:
     All ranks call it together. Every rank gets all problems, and only rank 0 gets the state.
     """
     problems, saved = examine(folder, part=ranks.rank, num_parts=ranks.world_size)
-    all_problems = [problem for part in gather_objects(problems) for problem in part]
-    return Examination(all_problems, None if all_problems else saved)
+    if all_reduce_and(not problems):
+        return Examination([], saved)
+    return Examination([problem for part in gather_objects(problems) for problem in part], None)
 
 
 def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
@@ -265,7 +273,9 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
     folder = saved.folder
     state = saved.values
     failpoint("load", step=step_of(folder))
-    files = run_on_all_ranks(lambda: FragmentFiles(folder / "engine", near=context.ranks.rank))
+    ranks = context.ranks
+    near = ranks.rank * state["world_size"] // ranks.world_size  # the rank that saved the same part of the parameters
+    files = run_on_all_ranks(lambda: FragmentFiles(folder / "engine", near=near))
     engine.load(files, loss_scale=state["loss_scale"])
     train = context.config.train
     memories = first_memories(engine, context.plan, memory_len=train.memory_len, initial=train.initial_memory)

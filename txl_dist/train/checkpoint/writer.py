@@ -27,7 +27,14 @@ import txl_dist
 from txl_dist.artifacts import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
 from txl_dist.config.registry import loaded_plugins
 from txl_dist.console.formatting import format_bytes
-from txl_dist.distributed.collectives import broadcast_object, gather_objects, run_on_all_ranks, run_on_rank0
+from txl_dist.distributed.collectives import (
+    all_reduce_and,
+    all_reduce_sum,
+    broadcast_object,
+    gather_on_rank0,
+    run_on_all_ranks,
+    run_on_rank0,
+)
 from txl_dist.errors import CheckpointError
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import flush_folder, sha256_of_bytes, write_bytes
@@ -121,7 +128,7 @@ class AsyncWriter:
             local_files[CALLBACKS] = save(states, metadata | saved_with)
         tensor_bytes = sum(file_bytes(content) for content, _ in tensors.values())
         other_bytes = sum(len(data) for data in local_files.values())
-        self._needed = sum(gather_objects(tensor_bytes + other_bytes))
+        self._needed = int(all_reduce_sum(torch.tensor(tensor_bytes + other_bytes)))
         try:
             run_on_rank0(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:
@@ -152,7 +159,7 @@ class AsyncWriter:
             local_reason = None
         else:
             local_reason = _explained(self._error, temporary, needed=self._needed)
-        parts = gather_objects((self._written, local_reason))
+        parts = gather_on_rank0((self._written, local_reason))
         reasons = [reason for _, reason in parts if reason is not None]
         facts_by_file = {name: facts for written, _ in parts for name, facts in written.items()}
 
@@ -195,7 +202,7 @@ class AsyncWriter:
         whose disk makes no progress.
         """
         last_num_bytes = -1
-        while not all(gather_objects(self.is_written)):
+        while not all_reduce_and(self.is_written):
             if self.is_written or self._num_bytes > last_num_bytes:
                 last_num_bytes = self._num_bytes
                 self.watch.beat("commit")

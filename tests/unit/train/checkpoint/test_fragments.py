@@ -51,6 +51,21 @@ def test_a_parameter_is_put_together_from_the_files_that_hold_its_pieces(tmp_pat
     assert found.step_of("a") == found.step_of("b") == 3.0
 
 
+def test_on_fewer_ranks_a_rank_opens_only_the_files_around_its_part(tmp_path: Path) -> None:
+    num_files, num_ranks, per_file = 32, 24, 3
+    parts = [[fragment("a", per_file * number, [float(number)] * per_file)] for number in range(num_files)]
+    share = num_files * per_file // num_ranks
+    for rank in range(num_ranks):
+        folder = tmp_path / f"{rank}"
+        near = rank * num_files // num_ranks
+        files(folder, *parts)
+        for number in range(num_files):
+            if abs(number - near) > 2:
+                (folder / f"{number:05d}.safetensors").write_bytes(b"no tensors")
+        values = FragmentFiles(folder, near=near).read(WEIGHT, "a", start=rank * share, length=share)
+        assert values.tolist() == [float(index // per_file) for index in range(rank * share, (rank + 1) * share)]
+
+
 def test_what_lies_near_opens_no_other_file(tmp_path: Path) -> None:
     files(tmp_path / "engine", [fragment("a", 0, [0.0])], [fragment("b", 0, [1.0])])
     (tmp_path / "engine" / "00000.safetensors").write_bytes(b"no tensors")
