@@ -48,6 +48,7 @@ SMOKE: dict[str, list[str]] = {
     "checks/names": [],
     "checks/prose": ["--root", "CHECKOUT", "--places"],
     "checks/same_code": ["--before", ".", "--moves", "NO_MOVES", "--folders", "tools"],
+    "checks/many_ranks": ["--ranks", "4"],
     "checks/walk": ["--root", "CHECKOUT", "--list"],
     "experiments/clipping": ["--table"],
     "benchmarks/count_graphs": ["--steps", "2"],
