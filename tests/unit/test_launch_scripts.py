@@ -270,6 +270,22 @@ def test_slurm_gives_every_node_its_number_and_the_same_meeting_place(folder: Pa
     assert (folder / "hosts-1").read_text() == "localhost slots=4\n127.0.0.1 slots=4\n"
 
 
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        ("txl.sif", "apptainer exec --nv --pwd {0} --bind {0}:{0},/data:/data txl.sif bash -c"),
+        (
+            "hub#txl:1",
+            "--container-image=hub#txl:1 --container-mounts={0}:{0},/data:/data --container-workdir={0} bash -c",
+        ),
+    ],
+)
+def test_slurm_runs_a_node_in_a_container_with_the_folder_mounted(folder: Path, container: str, expected: str) -> None:
+    executable(folder / "bin/srun", '#!/usr/bin/env bash\nshift\necho "$@" >words\n')
+    assert slurm(folder, CONTAINER=container, MOUNTS="/data:/data").wait(timeout=60) == 0
+    assert (folder / "words").read_text().startswith(expected.format(folder))
+
+
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, Any]:
     documents = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text(encoding="utf-8"))
@@ -299,6 +315,20 @@ def test_the_parts_of_the_kubernetes_job_fit_together(manifests: dict[str, Any])
     assert mounts.keys() == volumes.keys()
     assert mounts["shared-memory"] == "/dev/shm"
     assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_without_a_shared_file_system_every_pod_has_a_folder_of_its_own() -> None:
+    text = (LAUNCH / "kubernetes.yaml").read_text(encoding="utf-8")
+    text = text.replace("          persistentVolumeClaim:\n            claimName: txl", "")
+    text = text.replace("          # emptyDir:", "          emptyDir:").replace(
+        "          #   sizeLimit:", "            sizeLimit:"
+    )
+    (job,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "Job"]
+    pod = job["spec"]["template"]["spec"]
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert volumes["shared"] == {"emptyDir": {"sizeLimit": "500Gi"}}
+    (container,) = pod["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "txl-bucket", "optional": True}}]
 
 
 def test_kubernetes_waits_longer_than_the_largest_recipe_takes_to_save(manifests: dict[str, Any]) -> None:
