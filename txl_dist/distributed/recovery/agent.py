@@ -6,6 +6,9 @@
 Agents of spare nodes have no rank at the start. They find the job through a file in the run directory, and get a rank
 when a node is lost. An agent that is started again while the job waits for it does the same.
 
+An agent on another node than the coordinator has a lease: it kills its rank when the coordinator has confirmed no
+status of it for `recover.silent_s`. So a node that was cut off writes nothing after its ranks were given away.
+
 The agent holds what must outlive a rank: the rank's seat. It passes stop signals on to its rank, and it exits with the
 exit code of its rank. So a launcher that watches the agent sees a rank that works until the run ends. The agent itself
 imports no torch and trains nothing.
@@ -33,16 +36,17 @@ from types import FrameType
 from typing import Any
 
 from txl_dist.console.echo import echo
-from txl_dist.distributed.connection import Connection, Message
+from txl_dist.distributed.connection import Connection, Message, end_when_unreachable
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.coordinator import Coordinator
-from txl_dist.distributed.recovery.job_file import JobAddress, find_job, publish_job, withdraw_job
+from txl_dist.distributed.recovery.job_file import JobAddress, StoreWatch, find_job, publish_job, withdraw_job
 from txl_dist.distributed.recovery.partner import PartnerServer
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
 from txl_dist.distributed.recovery.slot_file import SlotFile
 from txl_dist.distributed.recovery.spare_process import Child, SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
+from txl_dist.distributed.recovery.verdicts import CUT_OFF
 from txl_dist.errors import HANG
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -63,6 +67,10 @@ JOIN_EVERY_S = 1.0
 """Seconds between two attempts of an agent without a rank to find the job."""
 CONNECT_S = 10.0
 """Largest number of seconds to wait for a connection to the coordinator."""
+FOUND_WITHIN_S = 30.0
+"""Seconds in which a network file system shows the file of a job to the agents of spare nodes."""
+UNREACHABLE = 10
+"""A connection ends when its other end was unreachable for `recover.silent_s` times this number."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -86,6 +94,7 @@ class Agent:
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         num_ranks = world_size - options.spare_nodes * local_size
         self._server = None
+        unreachable_s = UNREACHABLE * options.silent_s
         if self._number == 0:
             self._server = CoordinatorServer(
                 Coordinator(
@@ -94,9 +103,10 @@ class Agent:
                     max_in_row=options.max_in_row,
                     on_loss=options.on_loss,
                     max_ranks=options.max_ranks,
-                )
+                ),
+                unreachable_s=unreachable_s,
             )
-        self._partner_server = PartnerServer() if options.copies == "partner" else None
+        self._partner_server = PartnerServer(unreachable_s=unreachable_s) if options.copies == "partner" else None
         self._seat = self._make_seat()
         if self._partner_server is not None:
             self._partner_server.offer([SlotFile(os.dup(slot)) for slot in self._seat.slots])
@@ -107,6 +117,8 @@ class Agent:
         self._rank_link: Connection | None = None
         self._coordinator: Connection | None = None
         self._key = ""
+        self._lease_s: float | None = None
+        """Time of the newest status that the coordinator has confirmed, or None if the coordinator is on this node."""
         self._pid = 0
         self._exit_status: int | None = None
         """Status of the rank's process, as os.waitpid returns it."""
@@ -140,6 +152,9 @@ class Agent:
             signal.signal(number, self._forward)
         self._next_join_s = 0.0
         self._join_by_s = time.monotonic() + options.join_s
+        self._store_by_s = time.monotonic() + options.join_s / 2
+        """Time by which the ranks must have begun to meet, for an agent of a spare node."""
+        self._store = StoreWatch(os.environ)
         self._is_idle = self._number >= num_ranks or self._rejoin()
         if not self._is_idle:
             os.environ["WORLD_SIZE"] = str(num_ranks)
@@ -154,6 +169,7 @@ class Agent:
                 key.data(key.fileobj)
             now_s = time.monotonic()
             self._report(now_s)
+            self._look_at_lease(now_s)
             self._look_at_spare(now_s)
             if self._is_idle and not self._is_welcome:
                 self._keep_joining(now_s)
@@ -164,6 +180,8 @@ class Agent:
             self._coordinator.peer.close()
         if self._job is not None:
             withdraw_job(Path(self._options.run_dir), self._job)
+            with suppress(OSError):  # a run that was refused leaves no folder
+                Path(self._options.run_dir).rmdir()
         if self._partner_server is not None:
             self._partner_server.close()
         if self._server is not None:
@@ -252,12 +270,12 @@ class Agent:
             self._is_leaving = True
         elif kind == "lock":
             self._lock = message["path"]
+            joinable = self._options.spare_nodes > 0 or self._options.on_loss == "wait"
+            if self._server is not None and self._job is None and joinable:
+                self._publish()
         else:
             if kind == "stepped" and self._is_first_of_node:
                 self._spare.ensure(now_s)
-            joinable = self._options.spare_nodes > 0 or self._options.on_loss == "wait"
-            if kind == "stepped" and self._server is not None and self._job is None and joinable:
-                self._publish()
             if kind == "ready" and self._stop is not None and self._stop[1] != self._pid:
                 self._forward(self._stop[0], None)  # it was sent to a process that was lost
             self._tell_coordinator(message)
@@ -266,6 +284,9 @@ class Agent:
         """Connect to the coordinator, whose address the ranks have exchanged."""
         peer = socket.create_connection((message["host"], int(message["port"])), timeout=CONNECT_S)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end_when_unreachable(peer, after_s=UNREACHABLE * self._options.silent_s)
+        is_remote = peer.getpeername()[0] != peer.getsockname()[0]
+        self._lease_s = time.monotonic() if is_remote else None
         self._key = message["key"]
         self._coordinator = Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, self._obey)
@@ -303,6 +324,8 @@ class Agent:
             self._is_welcome = True
             if self._is_first_of_node:
                 self._spare.ensure(time.monotonic())
+        elif kind == "heard":
+            self._lease_s = message["sent_s"]
         elif kind == "plan":
             self._plan = message
             self._is_idle = message["rank"] < 0
@@ -366,12 +389,19 @@ class Agent:
     def _keep_joining(self, now_s: float) -> None:
         """Look for the job once a second, in the agent of a spare node. The agent ends if there is none for long."""
         if now_s > self._join_by_s and self._deadline_s is None:
-            where = f"{self._options.run_dir} within {self._options.join_s:g} s"
-            echo(f"txl: recovery: this spare node found no running job in {where}", to=sys.stderr, flush=True)
-            self._end({"kind": "end", "code": HANG})
+            how, code = f"found no running job in {self._options.run_dir}", HANG
+            if self._store.has_ended:  # the ranks have said why, and have the exit code
+                how, code = "ends, because the job has ended before it had begun", 0
+            echo(f"txl: recovery: this spare node {how}", to=sys.stderr, flush=True)
+            self._end({"kind": "end", "code": code})
         elif now_s > self._next_join_s:
             self._next_join_s = now_s + JOIN_EVERY_S
-            self._join()
+            if self._join():
+                self._store.close()
+                return
+            self._store.look()
+            if self._store.has_ended or (now_s > self._store_by_s and not self._store.has_begun):
+                self._join_by_s = min(self._join_by_s, now_s + FOUND_WITHIN_S)
 
     def _publish(self) -> None:
         """Write the address of the coordinator into the run directory, for agents that join later."""
@@ -417,7 +447,16 @@ class Agent:
             if self._lock and self._pid == 0:
                 with suppress(OSError):  # the next process of the rank finds out
                     os.utime(self._lock)
-            self._tell_coordinator({"kind": "status", "status": self._page.read()})
+            sent = {} if self._lease_s is None else {"sent_s": now_s}
+            self._tell_coordinator({"kind": "status", "status": self._page.read(), **sent})
+
+    def _look_at_lease(self, now_s: float) -> None:
+        """Kill the rank if the coordinator may soon count this agent as lost. The agent can still get a replacement."""
+        if self._lease_s is None or self._pid == 0 or self._is_leaving or self._deadline_s is not None:
+            return
+        if now_s > self._lease_s + self._options.silent_s and self._exit_status is None and not self._cause:
+            self._cause = CUT_OFF
+            self._signal(signal.SIGKILL)
 
     def _look_at_spare(self, now_s: float) -> None:
         """Notice a spare that is dead or silent, and a replacement that was forked and has not connected."""

@@ -1,7 +1,7 @@
 """The coordinator of recovery: hears all agents, and decides which ranks are replaced and when the ranks meet.
 
-    agent -> coordinator    hello, status, died, unfilled, ready, stepped, left
-    coordinator -> agent    welcome, plan, replace, meet, kill, end
+    agent -> coordinator    hello, status, started, died, unfilled, ready, stepped, failed, left
+    coordinator -> agent    welcome, heard, plan, replace, meet, kill, end
 
     all run --a rank is lost--> plan g + 1 to all --every rank is ready--> meet --all made a step--> all run
 
@@ -17,69 +17,45 @@ on another node takes the rank. If there is none, `recover.on_loss` decides:
     shrink    the ranks are numbered again, the largest number of them that divides the lanes. Further agents are idle
 
 The job ends in any case if a loss repeats itself, because the next attempt would fail too: a batch that kills its rank,
-or memory that is too small. It also ends after too many losses in a row.
+or memory that is too small. It also ends after too many losses in a row. `verdicts` has these judgements.
+
+An agent that was cut off from the coordinator may still run its rank, which must not write what its successor writes
+too. So the coordinator confirms the statuses of agents on other nodes (`heard`), and an agent whose newest confirmed
+status is `silent_s` old kills its rank. This happens before the coordinator counts the agent as lost, because the
+coordinator has received that status after it was sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 from txl_dist.console.formatting import counted
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.rank_environment import format_ranks
 from txl_dist.distributed.recovery.status import Status
+from txl_dist.distributed.recovery.verdicts import (
+    AGENT_LOST,
+    Loss,
+    aged,
+    find_frozen,
+    find_hung,
+    is_missed,
+    why_not_again,
+)
 from txl_dist.errors import HANG
 
 READY_S = 30.0
 """Seconds that a survivor has, after a plan, to leave its generation. Then its process is killed and replaced."""
-REPLACED_S = 120.0
-"""Seconds within which a replacement must be ready. A spare that has imported everything needs a fraction of one."""
+REPLACED_S = 300.0
+"""Seconds within which a replacement must be ready. A spare that has imported everything needs a fraction of one, but
+the spare of a node that has just joined imports first."""
 SAY_EVERY_S = 60.0
 """Seconds between two lines about ranks that the job waits for."""
-PER_HOUR = 120
-"""Largest number of recoveries within an hour."""
+HEARD_EVERY_S = 0.5
+"""Seconds between two confirmations of an agent's statuses."""
 _HOUR_S = 3600.0
-
-
-class RankProgress(Protocol):
-    """Progress of a rank, as far as `ranks_waited_for` needs it."""
-
-    @property
-    def step(self) -> int:
-        """Training step that the rank has reached."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the main thread is inside a collective."""
-
-
-class Loss(NamedTuple):
-    """Loss of one rank: which rank, and how and where its process ended. JSON stores it as a list."""
-
-    rank: int
-    host: str
-    pid: int
-    cause: str
-    """Way in which the process ended, for example SIGKILL, or the reason why it was killed."""
-    step: int
-    """Step that the rank had reached."""
-    phase: str
-    """Part of the step that the rank had begun."""
-    notice_s: float
-    """Seconds between the rank's last heartbeat and the notice of the loss."""
-
-    def repeats(self, other: Loss) -> bool:
-        """Return whether two losses have the same rank, cause, step and phase."""
-        return (self.rank, self.cause, self.step, self.phase) == (other.rank, other.cause, other.step, other.phase)
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} on {self.host} (pid {self.pid}) was lost at step {self.step}, in phase `{self.phase}`: "
-            f"{self.cause}"
-        )
 
 
 @dataclass
@@ -96,7 +72,11 @@ class _Agent:
     """Rank that the agent's process is, or -1 if the agent has no rank."""
     status: Status | None = None
     heard_s: float = 0.0
-    """Time at which the status was received."""
+    """Time at which the last status was received."""
+    confirmed_s: float = 0.0
+    """Time at which a status was last confirmed."""
+    is_silent: bool = False
+    """Whether the agent has no rank and was not heard of for too long. It gets none before it is heard of again."""
     is_connected: bool = True
     is_alive: bool = True
     """Whether the rank has a process."""
@@ -111,6 +91,11 @@ class _Agent:
     has_left: bool = False
     kill: str = ""
     """Reason for which the coordinator has ordered the process to be killed, or an empty text."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the agent can get a rank."""
+        return self.rank < 0 and self.is_connected and not self.is_unfilled and not self.is_silent
 
 
 class Coordinator:
@@ -159,8 +144,7 @@ class Coordinator:
         if kind == "hello":
             self._greet(number, message, now_s)
         elif kind == "status":
-            self._agents[number].status = Status(*message["status"])
-            self._agents[number].heard_s = now_s
+            self._hear(number, message, now_s)
         elif kind == "started":
             self._start(number, int(message["pid"]), now_s)
         elif kind == "died":
@@ -180,34 +164,77 @@ class Coordinator:
 
     def lose_agent(self, number: int, now_s: float) -> None:
         """Act on the end of an agent, and of its rank's process and slots with it."""
-        lost = self._agents[number]
-        if not lost.is_connected:
-            return
-        lost.is_connected = False
-        if lost.has_left or lost.rank < 0 or self.is_ended:
-            return
-        why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
-        if not self._is_complete:
-            return self._end(why)
-        status = lost.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
-        status = status._replace(silent_s=status.silent_s + now_s - lost.heard_s)
-        lost.is_unfilled = True
-        if self._note_loss(lost, "its agent was lost", status, now_s) is not None:
+        self._lose_agents([number], now_s)
+
+    def _lose_agents(self, numbers: Sequence[int], now_s: float) -> None:
+        """Act on the end of agents at once, for instance of all agents of a node."""
+        why = ""
+        for number in numbers:
+            lost = self._agents[number]
+            was_connected = lost.is_connected
+            lost.is_connected = False
+            if not was_connected or lost.has_left or lost.rank < 0 or self.is_ended:
+                continue
+            why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
+            if not self._is_complete:
+                self._end(why)
+                return
+            status = lost.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
+            lost.is_unfilled = True
+            if self._note_loss(lost, AGENT_LOST, aged(status, now_s - lost.heard_s), now_s) is None:
+                return
+        if why:
             self._replace_elsewhere(why, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Find ranks that are frozen or hang, or that do not become ready. Call it a few times per second."""
+        """Find agents that are silent, and ranks that are frozen or hang, or that do not become ready. Call it a few
+        times per second."""
         if self.is_ended or not self._is_complete:
             return
+        self._find_silent(now_s)
         if not self._has_met:
             self._judge_regroup(now_s)
         for number, why in self._find_stuck(now_s).items():
-            if now_s - self._agents[number].heard_s > self._silent_s:
-                self.lines.append(f"the agent of rank {self._agents[number].rank} was silent for {self._silent_s:g} s")
-                self.dropped.append(number)
-                self.lose_agent(number, now_s)
-            else:
-                self._kill(number, why)
+            self._kill(number, why)
+
+    def excuse(self, seconds: float, now_s: float) -> None:
+        """Note that the caller did not run for so many seconds, in which it could hear nobody."""
+        for agent in self._agents.values():
+            agent.heard_s = min(now_s, agent.heard_s + seconds)
+
+    def _hear(self, number: int, message: Message, now_s: float) -> None:
+        """Note the status of an agent, and confirm it if the agent asks for that."""
+        agent = self._agents[number]
+        agent.status = Status(*message["status"])
+        agent.heard_s = now_s
+        if "sent_s" in message and now_s >= agent.confirmed_s + HEARD_EVERY_S:
+            agent.confirmed_s = now_s
+            self.outbox.append((number, {"kind": "heard", "sent_s": message["sent_s"]}))
+        if agent.is_silent:
+            agent.is_silent = False
+            self.lines.append(f"agent {number} on {agent.host} answers again")
+            if any(one.is_unfilled for one in self._ranked.values()):
+                self._replace_elsewhere("", now_s)
+
+    def _find_silent(self, now_s: float) -> None:
+        """Count silent agents as lost if the others wait for their ranks. Note silent agents without a rank."""
+        statuses = self._statuses(now_s)
+        silent = []
+        for number, agent in self._agents.items():
+            if not agent.is_connected or agent.has_left or now_s - agent.heard_s <= self._silent_s:
+                continue
+            if agent.rank < 0:
+                if not agent.is_silent:
+                    self.lines.append(
+                        f"agent {number} on {agent.host}, which has no rank, was silent for {self._silent_s:g} s. "
+                        "It gets no rank until it answers again"
+                    )
+                agent.is_silent = True
+            elif not self._has_met or is_missed(number, statuses, silent_s=self._silent_s):
+                self.lines.append(f"the agent of rank {agent.rank} was silent for {self._silent_s:g} s")
+                silent.append(number)
+        self.dropped += silent
+        self._lose_agents(silent, now_s)
 
     @property
     def _ranked(self) -> dict[int, _Agent]:
@@ -273,26 +300,23 @@ class Coordinator:
             return None
         if not self._losses:
             self._began_s = now_s
-        repeated = any(loss.repeats(earlier) for earlier in self._losses)
-        self._losses.append(loss)
         if self._has_met:  # else the loss is one of several at once, or of an unfinished recovery
             self._num_failed += 1
         self._recent.append(now_s)
         while self._recent[0] < now_s - _HOUR_S:
             self._recent.popleft()
-        reason = ""
-        if repeated:
-            reason = f"{loss}. The same happened before at this step, so a new attempt would fail too"
-        elif self._num_failed > self._max_in_row or len(self._losses) > self._max_in_row * self._world_size:
-            reason = (
-                f"{loss}. This is loss number {len(self._losses)} without a finished step between them "
-                f"(recover.max_in_row={self._max_in_row})"
-            )
-        elif len(self._recent) > PER_HOUR:
-            reason = f"{loss}. The job had more than {PER_HOUR} recoveries within an hour"
-        elif not self._is_complete:
+        reason = why_not_again(
+            loss,
+            self._losses,
+            num_failed=self._num_failed,
+            max_in_row=self._max_in_row,
+            world_size=self._world_size,
+            num_recent=len(self._recent),
+        )
+        self._losses.append(loss)
+        if not reason and not self._is_complete:
             reason = f"{loss}, before all ranks had started"
-        elif any(one.has_left for one in self._ranked.values()):
+        elif not reason and any(one.has_left for one in self._ranked.values()):
             reason = f"{loss}, after another rank had ended"
         if reason:
             self._end(reason)
@@ -313,9 +337,8 @@ class Coordinator:
         `why` is a sentence about the rank that was lost last.
         """
         missing = {number: one for number, one in self._ranked.items() if one.is_unfilled}
-        free = [one for one in self._agents.values() if one.rank < 0 and one.is_connected and not one.is_unfilled]
         failed_nodes = {one.node for one in missing.values()}
-        free = [one for one in free if one.node not in failed_nodes]
+        free = [one for one in self._agents.values() if one.is_free and one.node not in failed_nodes]
         if len(free) >= len(missing):
             self._move(list(missing.values()), free, now_s)
         elif self._on_loss == "shrink" and (size := self._smaller_size()):
@@ -461,35 +484,25 @@ class Coordinator:
                 if one.is_connected:
                     self._send_to_node(one.node, {"kind": "replace", "seat": one.seat})
 
-    def _find_stuck(self, now_s: float) -> dict[int, str]:
-        """Return agents whose ranks are frozen or hang, each with the reason to kill the rank's process.
-
-        A silent rank counts as frozen only if another rank makes no progress either. A slow machine is not a frozen
-        rank. Ranks in an unfinished generation are judged by `_judge_regroup`, but frozen ranks are found here too. The
-        time that a rank has waited for the others to become ready does not count as a hang.
-        """
+    def _statuses(self, now_s: float) -> dict[int, Status]:
+        """Return the present statuses of the ranks that have started and not ended, by agent."""
         statuses = {}
         for number, one in self._ranked.items():
             if one.status is not None and one.status.limit_s and one.is_alive and not one.has_left:
-                late_s = now_s - one.heard_s
-                status = one.status
-                idle_s = status.idle_s + late_s
-                statuses[number] = status._replace(silent_s=status.silent_s + late_s, idle_s=idle_s)
-        frozen = {}
-        for number, status in statuses.items():
-            others = [other.idle_s for another, other in statuses.items() if another != number]
-            is_missed = not others or max(others) > self._silent_s / 2
-            if status.silent_s > self._silent_s and is_missed:
-                frozen[number] = f"frozen: no heartbeat for {status.silent_s:.1f} s"
+                statuses[number] = aged(one.status, now_s - one.heard_s)
+        return statuses
+
+    def _find_stuck(self, now_s: float) -> dict[int, str]:
+        """Return agents whose ranks are frozen or hang, each with the reason to kill the rank's process.
+
+        In an unfinished generation only frozen ranks are found here. `_judge_regroup` finds those that are late.
+        """
+        statuses = self._statuses(now_s)
+        frozen = find_frozen(statuses, silent_s=self._silent_s)
         is_killing = any(one.kill for one in self._agents.values())
         if frozen or is_killing or not self._has_met:
             return frozen
-        met_for_s = now_s - self._met_s
-        statuses = {number: one._replace(idle_s=min(one.idle_s, met_for_s)) for number, one in statuses.items()}
-        if not any(status.idle_s > status.limit_s for status in statuses.values()):
-            return {}
-        idle = {number: status for number, status in statuses.items() if status.idle_s > status.limit_s / 2}
-        return {number: f"hung: no progress for {idle[number].idle_s:.0f} s" for number in ranks_waited_for(idle)}
+        return find_hung(statuses, met_for_s=now_s - self._met_s)
 
     def _kill(self, number: int, why: str) -> None:
         """Order an agent to kill its rank's process, once. An agent that has lost its rank meanwhile needs no order."""
@@ -513,15 +526,3 @@ class Coordinator:
         """Send a message to the first agent of a node, which has the spare."""
         first = min(number for number, one in self._agents.items() if one.node == node and one.is_connected)
         self.outbox.append((first, message))
-
-
-def ranks_waited_for(ranks: Mapping[int, RankProgress]) -> list[int]:
-    """Return the ranks for which the other ranks wait.
-
-    These are the ranks at the lowest step. If some of these ranks are outside a collective, only the ranks outside are
-    returned.
-    """
-    lowest = min(one.step for one in ranks.values())
-    late = {rank: one for rank, one in ranks.items() if one.step == lowest}
-    not_waiting = sorted(rank for rank, one in late.items() if not one.is_waiting)
-    return not_waiting or sorted(late)

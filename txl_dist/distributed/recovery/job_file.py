@@ -3,12 +3,17 @@
 Agents of ranks learn the address over the process group. Agents of spare nodes, and agents that are started again in
 place of lost ones, belong to no process group. The file can be left over from an earlier job. Then nobody listens at
 the address, or somebody with another key, who closes the connection.
+
+The file is written once rank 0 has locked the run directory. A job that ends before that leaves no word for the agents
+of spare nodes. `StoreWatch` tells them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -48,3 +53,45 @@ def withdraw_job(run_dir: Path, address: JobAddress) -> None:
     if find_job(run_dir) == address:
         with suppress(OSError):
             (run_dir / COORDINATOR).unlink()
+
+
+class StoreWatch:
+    """Connection of a spare node's agent to the store through which ranks connect at the start.
+
+    The first process of rank 0, or torchrun, holds the store. Its end is the end of a job that has no file yet.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Take the store's address from MASTER_ADDR and MASTER_PORT. Nothing is watched without them."""
+        self.has_ended = False
+        """Whether the store was there, and is gone."""
+        self._peer: socket.socket | None = None
+        self._place: tuple[str, int] | None = None
+        with suppress(KeyError, ValueError):
+            self._place = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the store was ever there."""
+        return self.has_ended or self._peer is not None
+
+    def look(self) -> None:
+        """Connect to the store if it is not connected, else notice its end. Takes up to a second. Call it often."""
+        if self._place is None or self.has_ended:
+            return
+        if self._peer is None:
+            with suppress(OSError):
+                self._peer = socket.create_connection(self._place, timeout=1.0)
+                self._peer.setblocking(False)
+            return
+        try:
+            self.has_ended = not self._peer.recv(1 << 10)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.has_ended = True
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._peer is not None:
+            self._peer.close()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from txl_dist.distributed.connection import listen
+from txl_dist.distributed.connection import end_when_unreachable, listen
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, head_of, slot_to_replace
 
 NUM_PARTNER_SLOTS = 2
@@ -79,7 +79,9 @@ class _Shelf:
 class PartnerServer:
     """Server in an agent that keeps versions of ranks of other nodes, in memory that the agent owns."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, unreachable_s: float) -> None:
+        """Start the server. The connection of a rank whose node was unreachable for `unreachable_s` seconds ends."""
+        self._unreachable_s = unreachable_s
         self.key = secrets.token_hex(_KEY_LEN // 2)
         self._listener = listen()
         self.port: int = self._listener.getsockname()[1]
@@ -105,6 +107,7 @@ class PartnerServer:
             except OSError:
                 return
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end_when_unreachable(peer, after_s=self._unreachable_s)
             threading.Thread(target=self._serve, args=(peer,), name="partner copy", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:

@@ -77,7 +77,7 @@ class AgentOptions(NamedTuple):
     run_dir: str = ""
     """Value of the setting `run.dir`."""
     join_s: float = 600.0
-    """Seconds within which an agent without a rank must find the job."""
+    """Seconds within which an agent without a rank must find the job. Its ranks must meet in half of that time."""
 
 
 def read_seat(environment: Mapping[str, str]) -> Seat | None:

@@ -14,19 +14,23 @@ import time
 from contextlib import suppress
 
 from txl_dist.console.echo import echo
-from txl_dist.distributed.connection import Connection, listen
+from txl_dist.distributed.connection import Connection, end_when_unreachable, listen
 from txl_dist.distributed.recovery.coordinator import Coordinator
 
 TICK_S = 0.2
 """Seconds between two judgements of the coordinator, if no message arrives."""
+PAUSED_S = 1.0
+"""Seconds between two judgements above which this process was stopped or had no processor."""
 
 
 class CoordinatorServer:
     """Thread that runs the coordinator until `close`."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, *, unreachable_s: float) -> None:
+        """Start the thread. A connection whose agent was unreachable for `unreachable_s` seconds ends."""
         self.key = secrets.token_hex(8)
         self._coordinator = coordinator
+        self._unreachable_s = unreachable_s
         self._server = listen()
         self.port: int = self._server.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -45,8 +49,14 @@ class CoordinatorServer:
         self._thread.join(1.0)
 
     def _run(self) -> None:
+        last_s = time.monotonic()
         while not self._closing.is_set():
-            for key, _ in self._selector.select(TICK_S):
+            ready = self._selector.select(TICK_S)
+            now_s = time.monotonic()
+            if now_s > last_s + PAUSED_S:
+                self._coordinator.excuse(now_s - last_s, now_s)
+            last_s = now_s
+            for key, _ in ready:
                 if key.fileobj is self._server:
                     self._accept()
                 else:
@@ -57,6 +67,7 @@ class CoordinatorServer:
     def _accept(self) -> None:
         with suppress(OSError):  # the peer is gone already, or there is no descriptor left
             peer, _ = self._server.accept()
+            end_when_unreachable(peer, after_s=self._unreachable_s)
             connection = Connection(peer)
             self._agents[connection] = -1
             self._selector.register(peer, selectors.EVENT_READ, connection)

@@ -19,8 +19,8 @@ from typing import Protocol
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, Message
 
-START_S = 60.0
-"""Seconds in which a spare must have imported everything and connected."""
+START_S = 180.0
+"""Seconds in which a spare must have imported everything and connected. A cold network file system takes minutes."""
 ANSWER_S = 10.0
 """Seconds in which a spare must answer."""
 PING_EVERY_S = 10.0

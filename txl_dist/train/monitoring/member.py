@@ -35,10 +35,10 @@ from txl_dist.console.logging import note_in_file
 from txl_dist.distributed.collectives import broadcast_object, get_rank, is_waiting, uses_gpu
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.recovery.agent import connect_to
-from txl_dist.distributed.recovery.coordinator import Loss
 from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat, seat_of
 from txl_dist.distributed.recovery.status import StatusPage
+from txl_dist.distributed.recovery.verdicts import Loss
 from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append

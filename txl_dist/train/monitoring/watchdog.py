@@ -41,7 +41,7 @@ from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import RankInfo, broadcast_object, is_waiting
 from txl_dist.distributed.connection import Message
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
-from txl_dist.distributed.recovery.coordinator import ranks_waited_for
+from txl_dist.distributed.recovery.verdicts import ranks_waited_for
 from txl_dist.errors import HANG, TxlError
 from txl_dist.io.files import open_to_append
 from txl_dist.train.monitoring.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Seen, Spoke

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from txl_dist.distributed.processes import process_id
 
 AGENT = """
 import os, subprocess, sys
+from txl_dist.distributed.recovery import agent
 from txl_dist.distributed.recovery.agent import Agent
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
 
@@ -25,8 +27,9 @@ def start(seat):
 
 options = AgentOptions(
     silent_s=float(os.environ.get("SILENT_S", "1")), max_in_row=int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4,
-    run_dir=os.environ.get("FOLDER", "."),
+    run_dir=os.environ.get("FOLDER", "."), spare_nodes=int(os.environ.get("SPARE_NODES", "0")),
 )
+agent.FOUND_WITHIN_S = 0.5
 sys.exit(Agent(start, options).run())
 """
 RANK = """
@@ -76,7 +79,8 @@ if is_first:
         time.sleep(0.01)
     with open(f"{folder}/address") as file:
         port, key = json.load(file)
-    link.send({"kind": "coordinator", "host": "127.0.0.1", "port": int(port), "key": key})
+    host = os.environ["COORDINATOR"] if rank else "127.0.0.1"
+    link.send({"kind": "coordinator", "host": host, "port": int(port), "key": key})
     link.send({"kind": "stepped", "generation": 1})
     agent = psutil.Process(seat.agent)
     while not any(each.raddr and each.raddr.port == int(port) for each in agent.net_connections("tcp")):
@@ -108,13 +112,16 @@ class Agents:
         on_loss: str = "stop",
         num_bad_spares: int = 0,
         silent_s: float = 1.0,
+        is_remote: bool = False,
     ) -> None:
+        """With `is_remote` the coordinator has another address than the agent of rank 1, as on another node."""
         self.folder = folder
         agent, rank = folder / "agent.py", folder / "rank.py"
         agent.write_text(AGENT, encoding="utf-8")
         rank.write_text(RANK, encoding="utf-8")
         self._words = [sys.executable, str(agent), str(rank), str(max_in_row), on_loss]
         self._faults = {"NUM_BAD_SPARES": str(num_bad_spares), "SILENT_S": str(silent_s)}
+        self._faults["COORDINATOR"] = "127.0.0.2" if is_remote else "127.0.0.1"
         self.agents = [self.start(number) for number in range(2)]
 
     def start(self, number: int) -> subprocess.Popen[str]:
@@ -195,6 +202,38 @@ def test_a_job_whose_spares_fail_continues_with_fewer_ranks(tmp_path: Path) -> N
     assert agents.wait_for("met 3", rank=0) == survivor
     assert [agent.poll() for agent in agents.agents] == [None, None]
     agents.end()
+
+
+def test_an_agent_that_is_cut_off_kills_its_rank_and_gets_a_replacement_when_it_is_connected_again(
+    tmp_path: Path,
+) -> None:
+    agents = Agents(tmp_path, is_remote=True, silent_s=5.0)
+    survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    agents.agents[0].send_signal(signal.SIGSTOP)  # the coordinator is in this process
+    end_s = time.monotonic() + 30
+    while process_id(victim).lives():
+        assert time.monotonic() < end_s, "the rank still runs"
+        time.sleep(0.02)
+    assert agents.agents[1].poll() is None
+    agents.agents[0].send_signal(signal.SIGCONT)
+    assert agents.wait_for("met 2", rank=0) == survivor
+    assert agents.wait_for("met 2", rank=1) != victim
+    agents.end()
+
+
+def test_a_spare_node_ends_soon_after_a_job_that_has_ended_before_it_had_begun(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "SPARE_NODES": "1", "FOLDER": str(tmp_path)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+        words = [sys.executable, str(agent), "rank.py", "3", "stop"]
+        spare = subprocess.Popen(words, env=os.environ | place, stderr=subprocess.PIPE, text=True)
+        peer, _ = store.accept()
+    peer.close()
+    assert spare.wait(30) == 0
+    assert spare.stderr is not None
+    assert "the job has ended before it had begun" in spare.stderr.read()
 
 
 def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) -> None:

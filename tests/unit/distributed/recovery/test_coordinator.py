@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from txl_dist.distributed.recovery.coordinator import PER_HOUR, READY_S, REPLACED_S, Coordinator
+from txl_dist.distributed.recovery.coordinator import READY_S, REPLACED_S, Coordinator
+from txl_dist.distributed.recovery.verdicts import PER_HOUR
 
 LIMIT_S = 60.0
 
@@ -52,8 +53,11 @@ class Job:
     def lose_agent(self, number: int) -> None:
         self.coordinator.lose_agent(number, self.now_s)
 
-    def tick(self, seconds: float = 0.0) -> None:
+    def tick(self, seconds: float = 0.0, *, heard: str = "") -> None:
+        """Judge the job after so many seconds. `heard` has the numbers of agents that have sent a status."""
         self.now_s += seconds
+        for number in heard:
+            self.status(int(number))
         self.coordinator.tick(self.now_s)
 
     def ranks(self) -> dict[int, int]:
@@ -174,7 +178,7 @@ def test_a_survivor_that_does_not_leave_is_replaced_too() -> None:
     job.lose(2)
     job.tell(0, "ready", generation=2, port=7)
     job.told()
-    job.coordinator.tick(job.now_s + READY_S + 1)
+    job.tick(READY_S + 1, heard="012")
     assert job.kinds() == [(1, "kill")]
 
 
@@ -290,7 +294,7 @@ def test_a_hang_is_found_after_a_rank_that_was_being_killed_has_lost_its_place()
 def test_the_time_in_which_a_rank_waits_for_the_others_to_become_ready_is_no_hang() -> None:
     job = Job()
     job.lose(2)
-    job.tick(READY_S - 1)
+    job.tick(READY_S - 1, heard="012")
     for number in range(3):
         job.tell(number, "ready", generation=2, port=7)
     job.told()
@@ -348,13 +352,13 @@ def test_a_job_that_waits_says_so_every_minute_and_asks_the_spare_again() -> Non
     job.tick()
     assert "the job waits for rank 2 on a" in job.coordinator.lines[-1]
     assert job.kinds() == [(0, "replace")]
-    job.tick(30)
+    job.tick(30, heard="012")
     assert job.kinds() == []
-    job.tick(REPLACED_S)
+    job.tick(REPLACED_S, heard="012")
     assert job.kinds() == [(0, "replace")]
     assert not job.coordinator.is_ended
     job.tell(2, "started", pid=30)
-    job.tick(10)
+    job.tick(10, heard="012")
     assert job.kinds() == []
     job.tell(2, "ready", generation=2, port=0)
     assert [kind for _, kind in job.kinds()] == ["meet"] * 3
@@ -396,6 +400,69 @@ def test_a_silent_agent_counts_as_lost_only_if_the_others_make_no_progress() -> 
     job.tick()
     assert job.coordinator.dropped == [1]
     assert job.ranks() == {0: 0, 1: -1}
+
+
+def test_a_silent_agent_without_a_rank_gets_none_until_it_answers_again() -> None:
+    job = Job("abcd", num_ranks=2, on_loss="wait")
+    job.tick(7, heard="012")
+    job.tick(heard="012")
+    lines = [line for line in job.coordinator.lines if "silent" in line]
+    assert len(lines) == 1
+    assert "agent 3 on d, which has no rank, was silent for 6 s" in lines[0]
+    job.lose_agent(1)
+    assert job.ranks() == {0: 0, 1: -1, 2: 1, 3: -1}
+    job.lose_agent(2)
+    job.status(3)
+    assert "agent 3 on d answers again" in job.coordinator.lines[-2]
+    assert job.ranks() == {0: 0, 1: -1, 2: -1, 3: 1}
+
+
+def test_an_agent_that_is_silent_before_its_rank_has_started_is_replaced_too() -> None:
+    job = Job("abcd", num_ranks=2)
+    job.lose_agent(1)
+    assert job.ranks() == {0: 0, 1: -1, 2: 1, 3: -1}
+    job.tell(2, "started", pid=30)
+    job.tick(7, heard="03")
+    assert job.coordinator.dropped == [2]
+    assert job.ranks() == {0: 0, 1: -1, 2: -1, 3: 1}
+
+
+def test_all_silent_agents_of_a_node_are_lost_at_once_and_never_count_as_a_repetition() -> None:
+    job = Job("aabbcc", on_loss="shrink", max_ranks=12)
+    job.now_s += 7
+    for number in (0, 1, 4, 5):
+        job.status(number, idle_s=7)
+    job.tick()
+    assert job.coordinator.dropped == [2, 3]
+    assert job.ranks() == {0: 0, 1: 1, 2: -1, 3: -1, 4: 2, 5: 3}
+    job.lose_agent(4)
+    job.lose_agent(5)  # it has become rank 2 as agent 4 was, at the same step
+    assert not job.coordinator.is_ended
+    assert job.ranks() == {0: 0, 1: 1, 2: -1, 3: -1, 4: -1, 5: -1}
+
+
+def test_nobody_is_silent_after_a_pause_of_the_coordinator_itself() -> None:
+    job = Job("ab", on_loss="shrink", max_ranks=2)
+    for number in (0, 1):
+        job.status(number)
+    job.now_s += 20
+    job.coordinator.excuse(19, job.now_s)
+    job.tick()
+    assert job.coordinator.dropped == []
+    job.tick(6)
+    assert job.coordinator.dropped != []
+
+
+def test_statuses_are_confirmed_with_the_time_at_which_the_agent_has_sent_them() -> None:
+    """An agent kills its rank when its newest confirmed status is old, before its rank is given away."""
+    job = Job("ab", on_loss="shrink", max_ranks=2)
+    status = [0.1, 0.1, LIMIT_S, 5, "step", False]
+    job.tell(1, "status", status=status, sent_s=3.5)
+    job.now_s += 0.1
+    job.tell(1, "status", status=status, sent_s=3.6)
+    job.now_s += 1.0
+    job.tell(1, "status", status=status, sent_s=4.6)
+    assert job.told() == [(1, {"kind": "heard", "sent_s": 3.5}), (1, {"kind": "heard", "sent_s": 4.6})]
 
 
 def test_idle_agents_end_with_the_code_of_the_job() -> None:

@@ -32,7 +32,7 @@ def content_of(slot: SlotFile) -> bytes:
 
 @pytest.fixture
 def server() -> Iterator[PartnerServer]:
-    one = PartnerServer()
+    one = PartnerServer(unreachable_s=60.0)
     yield one
     one.close()
 
@@ -152,7 +152,7 @@ def test_a_stranger_gets_nothing(server: PartnerServer, rank: PartnerConnection)
 
 
 def test_an_agent_that_is_gone_is_a_connection_error() -> None:
-    server = PartnerServer()
+    server = PartnerServer(unreachable_s=60.0)
     server.close()
     with pytest.raises(ConnectionError):
         connect(server)
