@@ -10,8 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
@@ -90,21 +93,27 @@ def test_two_nodes_under_torchrun_train_to_the_end(job: Path) -> None:
     assert (job / "run/DONE").read_text() == "20\n"
 
 
-@pytest.mark.nightly
-def test_slurm_warns_queues_again_and_comes_to_the_end(job: Path) -> None:
+def slurm(job: Path, *settings: str, **variables: str) -> Callable[[], subprocess.Popen[str]]:
+    """Return a function that starts slurm.sbatch on two pretended nodes."""
     (job / "launch").symlink_to(ROOT / "launch")
     (job / "bin").mkdir()
     executable(job / "bin/srun", SRUN)
     executable(job / "bin/scontrol", SCONTROL)
     given = {"SLURM_SUBMIT_DIR": str(job), "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "x", "SLOTS": "1"}
-    environment = os.environ | ENVIRONMENT | given
+    environment = os.environ | ENVIRONMENT | given | variables
     environment["PATH"] = f"{job / 'bin'}:{ENVIRONMENT['PATH']}"
 
     def start() -> subprocess.Popen[str]:
         log = (job / "slurm.log").open("a", encoding="utf-8")
-        command = ["bash", str(ROOT / "launch/slurm.sbatch"), "tiny.toml"]
+        command = ["bash", str(ROOT / "launch/slurm.sbatch"), "tiny.toml", *settings]
         return subprocess.Popen(command, cwd=job, env=environment, stdout=log, stderr=log, text=True)
 
+    return start
+
+
+@pytest.mark.nightly
+def test_slurm_warns_queues_again_and_comes_to_the_end(job: Path) -> None:
+    start = slurm(job)
     process = start()
     wait_for(lambda: last_step(job) >= 5, process=process)
     process.send_signal(signal.SIGUSR1)
@@ -118,3 +127,20 @@ def test_slurm_warns_queues_again_and_comes_to_the_end(job: Path) -> None:
     assert process.wait(timeout=180) == 0, (job / "slurm.log").read_text()[-3000:]
     assert (job / "run/DONE").read_text() == "300\n"
     assert (job / "scontrol.log").read_text() == "requeue 17\n", "a run that is done is not queued again"
+
+
+@pytest.mark.nightly
+def test_a_job_of_slurm_survives_a_lost_node_and_is_not_queued_again(job: Path) -> None:
+    """The nodes are pretended, so the end of node 1 closes its connections. tests/cluster cuts the network."""
+    settings = ("--recover.spares", "1", "--recover.copies", "partner", "--recover.on_loss", "shrink")
+    process = slurm(job, *settings, KILL_ON_BAD_EXIT="0")()
+    wait_for(lambda: last_step(job) >= 5, process=process)
+    (srun,) = [child for child in psutil.Process(process.pid).children() if "srun" in " ".join(child.cmdline())]
+    (task,) = [child for child in srun.children() if child.environ()["SLURM_NODEID"] == "1"]
+    for lost in (task, *task.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            lost.kill()
+    assert process.wait(timeout=400) == 0, (job / "slurm.log").read_text()[-3000:]
+    assert "The job continues with 1 of 2 ranks" in (job / "slurm.log").read_text()
+    assert (job / "run/DONE").read_text() == "300\n"
+    assert not (job / "scontrol.log").exists()

@@ -43,9 +43,14 @@ done
 """
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
-assert sys.argv[1] == "--kill-on-bad-exit=1"
+kills = sys.argv[1] == "--kill-on-bad-exit=1"
+assert kills or sys.argv[1:3] == ["--kill-on-bad-exit=0", "--no-kill"]
 tasks = [
-    subprocess.Popen(sys.argv[2:], env=os.environ | {{"SLURM_NODEID": str(node)}}, start_new_session=True)
+    subprocess.Popen(
+        sys.argv[2 if kills else 3:],
+        env=os.environ | {{"SLURM_NODEID": str(node), "TXL_NODE": f"node{{node}}"}},
+        start_new_session=True,
+    )
     for node in range(2)
 ]
 def pass_on(number, _):
@@ -59,7 +64,7 @@ while waiting:
     (task,) = [one for one in waiting if one.pid == pid]
     waiting.remove(task)
     codes.append(os.waitstatus_to_exitcode(status) % 256 if status & 127 == 0 else 128 + (status & 127))
-    if codes[-1] and waiting:  # as the real one: at once, and with no time to save
+    if codes[-1] and waiting and kills:  # as the real one: at once, and with no time to save
         os.killpg(waiting[0].pid, signal.SIGKILL)
 sys.exit(max(codes))
 """
