@@ -5,9 +5,7 @@ The nodes are those of tools/checks/local_cluster.sh, with their own network, ho
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -17,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cluster import CLUSTER, ROOT, losses, processes, why_not
 from tests.helpers.corpora import random_texts, tiny_corpus
 from tests.helpers.forked import ENVIRONMENT
 from tests.helpers.launch import wait_for
 
-ROOT = Path(__file__).parents[2]
-CLUSTER = str(ROOT / "tools/checks/local_cluster.sh")
 SETTINGS = """
 [data]
 path = "corpus"
@@ -52,19 +49,6 @@ max_tokens = 1024
 [metrics]
 log_every_steps = 1
 """
-
-
-def why_not() -> str:
-    """Why there can be no simulated cluster here; empty if there can."""
-    missing = [name for name in ("ip", "unshare", "nsenter", "pdsh", "/usr/sbin/sshd") if shutil.which(name) is None]
-    if missing:
-        return f"needs {', '.join(missing)} (apt-get install iproute2 util-linux openssh-server pdsh)"
-    if os.geteuid() != 0:
-        return "needs root"
-    attempt = "ip link add name one type bridge && ip link add name two type veth peer name three"
-    parts = ["--net", "--uts", "--mount", "--pid", "--fork"]
-    made = subprocess.run(["unshare", *parts, "sh", "-c", attempt], capture_output=True, text=True, check=False)
-    return "" if made.returncode == 0 else f"cannot make network namespaces: {made.stderr.strip()}"
 
 
 pytestmark = [
@@ -107,30 +91,9 @@ def start_on_one_node(job: Path, *flags: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, cwd=job, env=os.environ | ENVIRONMENT, stdout=subprocess.DEVNULL)
 
 
-def processes(cluster: Path, node: str) -> dict[int, list[str]]:
-    """The command lines of what runs on a node, but for its sshd."""
-    here = os.readlink(f"/proc/{(cluster / f'{node}.pid').read_text().strip()}/ns/pid")
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
-            if os.readlink(folder / "ns/pid") == here and words[0] and not words[0].startswith("sshd"):
-                found[int(folder.name)] = words
-        except OSError:
-            continue  # it has ended meanwhile
-    return found
-
-
 def assert_empty(cluster: Path) -> None:
     """No rank, launcher or helper is left on any node, or is only just leaving."""
     wait_for(lambda: not processes(cluster, "node1") and not processes(cluster, "node2"), timeout_s=30)
-
-
-def losses(run: Path) -> dict[int, float]:
-    """The last loss recorded for each step."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:

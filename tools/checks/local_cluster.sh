@@ -9,8 +9,10 @@
 # or in steps:
 #   tools/checks/local_cluster.sh up N DIR             makes DIR, with DIR/hostfile: node1 slots=2 ...   (SLOTS=2)
 #   tools/checks/local_cluster.sh exec DIR NODE COMMAND ...    runs the command on that node, in this folder
-#   tools/checks/local_cluster.sh cut DIR NODE         disconnects the node from the switch, without a reset of its connections
+#   tools/checks/local_cluster.sh cut DIR NODE [to|from]   disconnects the node from the switch, without a reset of its
+#                                                      connections; only what goes to the node, or comes from it
 #   tools/checks/local_cluster.sh restore DIR NODE     connects the node again
+#   tools/checks/local_cluster.sh kill DIR NODE        disconnects the node and ends its processes, as a loss of power
 #   tools/checks/local_cluster.sh down DIR             ends every process of the nodes and removes DIR
 #
 # A node consists of the namespaces of its first process, an sshd. When this process ends, all other processes of the
@@ -116,6 +118,29 @@ on() { # DIR NAME COMMAND ...: runs it in the namespaces of a node or of the swi
         sh -c 'cd "$1" && shift && exec "$@"' sh "$PWD" "$@"
 }
 
+disconnect() { # DIR NODE [to|from]
+    case ${3:-both} in
+        both) on "$1" switch ip link set "port${2#node}" down ;;
+        to) on "$1" switch tc qdisc replace dev "port${2#node}" root pfifo limit 0 ;; # a queue that drops all packets
+        from) on "$1" "$2" tc qdisc replace dev eth0 root pfifo limit 0 ;;
+        *) fail "a cut is to or from a node, not \`$3\`." ;;
+    esac
+}
+
+reconnect() { # DIR NODE
+    on "$1" switch ip link set "port${2#node}" up
+    on "$1" switch tc qdisc del dev "port${2#node}" root 2>/dev/null || true
+    on "$1" "$2" tc qdisc del dev eth0 root 2>/dev/null || true
+}
+
+kill_node() { # DIR NODE
+    local pid
+    disconnect "$1" "$2"
+    pid=$(cat "$1/$2.pid")
+    kill -KILL "$pid"
+    while [ -e "/proc/$pid" ]; do sleep 0.02; done
+}
+
 down() { # DIR
     local dir file pid
     dir=$(realpath "$1")
@@ -148,12 +173,9 @@ case ${1:-} in
     up) (($# == 3)) || fail "up N DIR"; up "$2" "$3" ;;
     down) (($# == 2)) || fail "down DIR"; down "$2" ;;
     exec) (($# > 3)) || fail "exec DIR NODE COMMAND ..."; on "$(realpath "$2")" "${@:3}" ;;
-    cut | restore)
-        (($# == 3)) || fail "$1 DIR NODE"
-        state=up
-        if [ "$1" = cut ]; then state=down; fi
-        on "$(realpath "$2")" switch ip link set "port${3#node}" "$state"
-        ;;
+    cut) (($# == 3 || $# == 4)) || fail "cut DIR NODE [to|from]"; disconnect "$(realpath "$2")" "${@:3}" ;;
+    restore) (($# == 3)) || fail "restore DIR NODE"; reconnect "$(realpath "$2")" "$3" ;;
+    kill) (($# == 3)) || fail "kill DIR NODE"; kill_node "$(realpath "$2")" "$3" ;;
     boot) boot "$2" "$3" ;;
     *) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [[ ${1:-} =~ ^(-h|--help)$ ]] || exit 2 ;;
 esac

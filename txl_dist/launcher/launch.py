@@ -39,6 +39,8 @@ GRACE_S = 60.0
 SSH_KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """Options of ssh for pdsh. With them the ssh to an unreachable node ends after 15 to 20 s (exit code 255)."""
 SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
+SSH_FAILED = 255
+"""Exit code of ssh, and so of pdsh, if a node cannot be reached any more. A signal with number 1 gives it too."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -145,6 +147,8 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
     if code != HANG:
         log = run_dir / LOG
         return "training failed. The reason is above" + (f", and the log of the run is {log}" if log.is_file() else "")
+    if launcher_code == SSH_FAILED:
+        return f"a node could not be reached any more, or a rank died of SIGHUP. {remedy} from the last checkpoint"
     number = signal_of(launcher_code)
     if number:
         if number in set(signal.Signals):

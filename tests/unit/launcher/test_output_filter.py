@@ -224,6 +224,7 @@ def test_a_terminal_that_is_made_wider_is_wider_for_the_ranks(folder: Path) -> N
         (76, 0, "the launcher ended before the run was done. The same"),
         (76, 139, "a rank died of SIGSEGV. The same"),
         (76, 247, "a rank died of SIGKILL. The system does that"),
+        (76, 255, "a node could not be reached any more, or a rank died of SIGHUP. The same"),
         (1, 1, "training failed. The reason is above"),
     ],
 )
