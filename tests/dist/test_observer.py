@@ -20,8 +20,9 @@ from tests.helpers.models import generated
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config.load import Config, config_to_toml, plan_batch
-from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.attention import Attention
 from txl_dist.model.memory import AttentionMask, empty_memory

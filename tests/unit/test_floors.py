@@ -61,7 +61,7 @@ LIGHT = {
     "distributed/recovery",
 }
 """Folders and files that can be imported without torch."""
-HEAVY = {"cli/prompts", "io/tensor_files"}
+HEAVY = {"cli/prompts", "data/loader/torch_datasets", "io/tensor_files"}
 """Files in light folders that need torch."""
 BRINGS_TORCH = {"torch", "deepspeed", "webdataset", "safetensors.torch"}
 LAZY = "__init__.py"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import txl_dist
@@ -20,7 +20,7 @@ from tools.checks.count_code import code_lines
 from tools.checks.sources import PACKAGE, ROOT, Definition, parse
 
 PUBLIC_MEMBERS: dict[str, tuple[str, ...]] = {
-    "Corpus": ("split_names", "split", "tokenizer"),
+    "Corpus": ("split_names", "split", "tokenizer", "lanes", "webdataset"),
     "LanguageModel": (
         *("encode", "decode", "score", "score_batch", "generate", "generate_batch", "stream", "stream_batch"),
         *("memory", "load_memory", "empty_memory", "hidden", "network", "tokenizer"),
@@ -29,6 +29,8 @@ PUBLIC_MEMBERS: dict[str, tuple[str, ...]] = {
     "TransformerXL": ("empty_memory", "forward"),
 }
 """Public methods and properties of the public classes."""
+BASES = {"Corpus": ("CorpusIndex", "data.loader.shards")}
+"""(base class, module) of the public classes that inherit public members."""
 PLUGIN_MODULE = "plugins"
 """Public module whose functions the table of public names contains."""
 
@@ -54,7 +56,7 @@ READING = (
         "which token a lane reads, and the state that resumes it; read `lanes.py` first",
         (
             *("data/format.py", "data/loader/lanes.py", "data/loader/stream_state.py", "data/loader/stream.py"),
-            *("data/loader/corpus.py", "data/loader/prefetch.py"),
+            *("data/loader/shards.py", "data/loader/corpus.py", "data/loader/prefetch.py"),
         ),
     ),
     Reading(
@@ -141,7 +143,12 @@ def public_names_table() -> str:
         rows.append(_row(name, definition))
         for member in PUBLIC_MEMBERS.get(name, ()):
             assert isinstance(definition, ast.ClassDef)
-            rows.append(_row(f".{member}", _member(definition, member)))
+            body = list(definition.body)
+            if name in BASES:
+                base = _definition(*BASES[name])
+                assert isinstance(base, ast.ClassDef)
+                body += base.body
+            rows.append(_row(f".{member}", _member(name, body, member)))
     for function in _functions(PLUGIN_MODULE):
         rows.append(_row(f"{PLUGIN_MODULE}.{function.name}", function))
     return "\n".join(rows)
@@ -157,12 +164,13 @@ def _definition(name: str, module: str) -> Definition:
     raise ValueError(f"{path.relative_to(ROOT)} defines no {name}.")
 
 
-def _member(owner: ast.ClassDef, name: str) -> Definition:
-    """Return a method or property of a class. Raises ValueError if the class has none of this name."""
-    for node in owner.body:
+def _member(owner: str, body: Sequence[ast.stmt], name: str) -> Definition:
+    """Return a method or property from the body of the class `owner`. Raises ValueError if there is none of this
+    name."""
+    for node in body:
         if isinstance(node, Definition) and node.name == name:
             return node
-    raise ValueError(f"{owner.name} has no {name}. Correct PUBLIC_MEMBERS in tools/checks/page_tables.py.")
+    raise ValueError(f"{owner} has no {name}. Correct PUBLIC_MEMBERS in tools/checks/page_tables.py.")
 
 
 def _functions(module: str) -> list[ast.FunctionDef]:

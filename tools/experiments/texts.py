@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from txl_dist.data.loader.bits_per_byte import text_units
-from txl_dist.data.loader.corpus import Corpus, Split
+from txl_dist.data.loader.shards import CorpusIndex, Split
 from txl_dist.errors import DataError
 
 END_OF_DOCUMENT = b"\xff"
@@ -34,7 +34,7 @@ def marked_text(split: Split) -> bytes:
     return text
 
 
-def _spelled(ids: list[int], corpus: Corpus) -> bytes:
+def _spelled(ids: list[int], corpus: CorpusIndex) -> bytes:
     spellings = corpus.tokenizer.spellings
     return corpus.tokenizer.decode(ids).encode() if spellings is None else b"".join([spellings[i] for i in ids])
 

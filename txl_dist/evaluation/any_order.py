@@ -30,8 +30,8 @@ from txl_dist.config.schema import Half
 from txl_dist.console.formatting import bounded
 from txl_dist.console.progress import Progress
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream import Segment
 from txl_dist.data.loader.target_sampler import Bools, Int64s, TargetBatch
 from txl_dist.distributed.collectives import RankInfo, distributed_context, run_on_all_ranks, run_on_rank0

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
+from txl_dist.data.loader.shards import Split
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import AdaptationOptions
 from txl_dist.inference.dynamic_evaluation import (

@@ -15,7 +15,7 @@ from txl_dist.config.load import Config
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import start_logging
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units, word_count
-from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import get_rank
 from txl_dist.evaluation.any_order import check_options, rank_lines, score_any_order, units_of
 from txl_dist.evaluation.log_probs import write_log_probs

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import all_reduce_sum
 from txl_dist.io.files import write_output
 from txl_dist.model.transformer_xl import Batch

@@ -43,7 +43,7 @@ from torch import Tensor
 from txl_dist.console.formatting import bounded, counted, format_table
 from txl_dist.console.logging import start_logging, warn_for_all
 from txl_dist.console.progress import Progress
-from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import (
     all_reduce_sum,
     distributed_context,

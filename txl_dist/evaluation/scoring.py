@@ -24,9 +24,9 @@ from txl_dist.console.formatting import counted
 from txl_dist.console.logging import warn_for_all
 from txl_dist.console.progress import Progress
 from txl_dist.data.loader.bits_per_byte import TextUnits
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
 from txl_dist.data.loader.protocols import PeerRows, RandomCrops
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.verify.baselines import order0_and_bigram
 from txl_dist.distributed.collectives import RankInfo, distributed_context, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import ConfigError, raised_everywhere

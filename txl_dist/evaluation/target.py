@@ -10,7 +10,8 @@ from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.config.load import Config, changed, config_from_dict
 from txl_dist.console.logging import warn_for_all
 from txl_dist.convert.export import read_trained
-from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import gather_objects
 from txl_dist.errors import CheckpointError, DataError, raised_everywhere
 from txl_dist.inference.bundle import Bundle, load_bundle, require_causal

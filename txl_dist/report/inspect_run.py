@@ -21,8 +21,9 @@ from txl_dist.config.phases import at_step, each_phase
 from txl_dist.config.schema import DataSection, RunSection, TrainSection
 from txl_dist.console.formatting import bounded, counted, format_bytes, format_table
 from txl_dist.data.loader.corpora import open_all, open_corpora
-from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.loader.lanes import epochs_read
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream_state import StreamState, first_state
 from txl_dist.data.verify import inspect as of_corpus
 from txl_dist.errors import CheckpointError, TxlError

@@ -18,8 +18,9 @@ import torch
 
 from txl_dist.config.load import Config
 from txl_dist.data.loader.corpora import open_corpora
-from txl_dist.data.loader.corpus import Corpus, Split
+from txl_dist.data.loader.corpus import Corpus
 from txl_dist.data.loader.corruption import CorruptionPolicy
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream import LaneStream, Segment
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.data.loader.target_sampler import TargetBatch, TargetSampler, TargetSettings

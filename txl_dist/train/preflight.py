@@ -15,8 +15,9 @@ import torch
 from txl_dist.config.load import BatchPlan, Config
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.corpora import Corpora, lacks_eval_split
-from txl_dist.data.loader.corpus import Corpus, Split
+from txl_dist.data.loader.corpus import Corpus
 from txl_dist.data.loader.lanes import epochs_read
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import uses_gpu
 from txl_dist.errors import ConfigError, TxlError

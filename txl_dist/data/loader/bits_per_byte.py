@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.shards import Split
 
 
 class TextUnits(NamedTuple):

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from txl_dist.config.schema import DataSection, EvalSection, paths_of_sets
-from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
-from txl_dist.data.loader.stream_state import StreamState, first_state
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.shards import Split
+from txl_dist.data.loader.stream_state import StreamState, document_seed, first_state
 from txl_dist.errors import ConfigError, DataError, UnreachableError
-from txl_dist.rng import derive_seed
 
 
 class Corpora(NamedTuple):
@@ -128,8 +128,7 @@ def first_stream(splits: tuple[Split, ...], data: DataSection, *, num_lanes: int
     A lane is a row of the batch with its own token stream. Raises ConfigError if a corpus with a positive weight gets
     no lane.
     """
-    document_seed = derive_seed(seed, "documents")
-    return first_state(splits, weights=data.weights, num_lanes=num_lanes, seed=document_seed)
+    return first_state(splits, weights=data.weights, num_lanes=num_lanes, seed=document_seed(seed))
 
 
 def open_all(data: DataSection) -> tuple[Corpus, ...]:

@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from txl_dist.console.formatting import counted
-from txl_dist.data.loader.corpus import Shards, Split
 from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.data.loader.shards import Shards, Split
 from txl_dist.data.loader.stream import Int64s, Segment
 from txl_dist.errors import DataError
 

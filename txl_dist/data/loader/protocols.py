@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.console.formatting import counted
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream import Segment, plain_segment
 from txl_dist.errors import ConfigError
 

@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.format import Tokens
-from txl_dist.data.loader.corpus import Shards, Split
 from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.lanes import LanePartition, LanePlan, TokenSlice, owners_of_lanes
+from txl_dist.data.loader.shards import Shards, Split
 from txl_dist.data.loader.stream_state import PositionRange, StreamState
 from txl_dist.errors import DataError, UnreachableError
 

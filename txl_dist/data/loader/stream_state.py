@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from txl_dist.config.renamed import keys_in_new_names
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import LanePartition, LanePlan, Ranges, allot_lanes, merged, outside
+from txl_dist.data.loader.shards import Split
 from txl_dist.errors import CheckpointError
+from txl_dist.rng import derive_seed
 
 STATE_VERSION = 3
 """Format version of the state that `to_dict` writes."""
@@ -195,6 +196,11 @@ def _ranges_of(text: str) -> Ranges:
     if steps.min(initial=0) < 0 or bounds.min(initial=0) < 0:  # the second: a sum that overflows int64
         raise ValueError(f"the token ranges {text[:40]!r} are not in ascending order")
     return tuple((first, end) for first, end in bounds.tolist())
+
+
+def document_seed(seed: int) -> int:
+    """Return the seed of the order of shards and documents that belongs to the setting run.seed."""
+    return derive_seed(seed, "documents")
 
 
 def first_state(splits: Sequence[Split], *, weights: Sequence[float] = (), num_lanes: int, seed: int) -> StreamState:

@@ -1,6 +1,6 @@
 """Interface to the files of a corpus: small files as a whole, and random access to shards.
 
-Implementations: `local` for folders, `cache` and `ranges` for URLs. `loader.corpus.Shard` checks the bytes that an
+Implementations: `local` for folders, `cache` and `ranges` for URLs. `loader.shards.Shard` checks the bytes that an
 implementation returns.
 """
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from txl_dist.console.formatting import counted, format_table, printable
-from txl_dist.data.loader.corpus import Corpus, Split
+from txl_dist.data.loader.corpus import Corpus
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.errors import ConfigError, DataError

@@ -25,7 +25,8 @@ from txl_dist.console.echo import echo
 from txl_dist.console.formatting import counted
 from txl_dist.console.progress import Progress
 from txl_dist.data.format import INDEX_NAME, PREPARED_NAME, TOKENIZER_NAME, ShardInfo, counts_name
-from txl_dist.data.loader.corpus import Corpus, Shard, Split, open_corpus, storage_of
+from txl_dist.data.loader.corpus import Corpus, open_corpus, storage_of
+from txl_dist.data.loader.shards import Shard, Split
 from txl_dist.data.storage.base import REMEDY
 from txl_dist.data.storage.local import LocalStorage
 from txl_dist.data.verify.tars import ForwardReader, TarSample, read_samples

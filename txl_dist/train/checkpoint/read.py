@@ -34,7 +34,7 @@ from txl_dist.artifacts import SETTINGS, ArtifactKind, detect_artifact, is_url, 
 from txl_dist.config.load import Config, changed, load_config
 from txl_dist.config.registry import plugin_changes
 from txl_dist.console.formatting import counted
-from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream_state import StreamState, continued
 from txl_dist.distributed.collectives import (
     RankInfo,

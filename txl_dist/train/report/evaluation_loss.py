@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import RankInfo, all_reduce_sum, run_on_all_ranks
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import RankInfo, all_reduce_sum
 from txl_dist.model.attention import Attention
 from txl_dist.model.memory import EMPTY, AttentionMask, Memory

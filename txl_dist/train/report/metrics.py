@@ -26,8 +26,8 @@ import txl_dist
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.corpora import labelled
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import epochs_read
+from txl_dist.data.loader.shards import Split
 from txl_dist.distributed.collectives import RankInfo, gather_objects, uses_gpu
 from txl_dist.distributed.processes import process_age_s
 from txl_dist.distributed.rank_environment import format_ranks, without_local_rank

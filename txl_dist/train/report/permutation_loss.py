@@ -19,8 +19,8 @@ from torch import Tensor
 from txl_dist.config.schema import TrainSection
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.bits_per_byte import text_units
-from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.target_sampler import TargetSampler, TargetSettings
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import DataError

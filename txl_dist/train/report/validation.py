@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from txl_dist.data.loader.bits_per_byte import text_units
-from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.shards import Split
 from txl_dist.fault_injection import failpoint
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker

@@ -624,7 +624,7 @@ def test_records_of_other_sizes_than_the_index_says_are_refused(tmp_path: Path) 
 
 def test_lanes_say_early_which_shard_they_will_read_next(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     hints: list[int] = []
-    monkeypatch.setattr("txl_dist.data.loader.corpus.Split.prefetch", lambda self, indices: hints.extend(indices))
+    monkeypatch.setattr("txl_dist.data.loader.shards.Split.prefetch", lambda self, indices: hints.extend(indices))
     reading = stream(corpus, lanes=range(1), state=first(corpus, num_lanes=1), segment_len=9)
     read: list[int] = []
     state = first(corpus, num_lanes=1)
@@ -645,7 +645,7 @@ def test_an_outage_is_never_skipped_as_damage(corpus: Corpus, monkeypatch: pytes
     damage = CorruptionPolicy(skip=True, max_skipped=10**9)
     for name in ("Shard.document", "Split.open_shard"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"txl_dist.data.loader.corpus.{name}", fail)
+            patch.setattr(f"txl_dist.data.loader.shards.{name}", fail)
             with pytest.raises(UnreachableError):
                 take(stream(corpus, damage=damage), 1)
     assert damage.num_skipped == 0

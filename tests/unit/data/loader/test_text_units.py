@@ -16,9 +16,10 @@ import pytest
 from tests.helpers.corpora import random_text, random_texts, tiny_corpus, write_jsonl
 from tests.unit.data.prepare.test_reindex import npy, write_tar
 from txl_dist.data.loader.bits_per_byte import text_units
-from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
+from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.loader.evaluation import EvalStream
 from txl_dist.data.loader.lanes import LanePlan, lanes_of_rank, owners_of_lanes
+from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream import LaneStream, plain_segment
 from txl_dist.data.loader.stream_state import StreamState, continued, first_state
 from txl_dist.data.prepare.documents import text_bytes_of
