@@ -489,7 +489,9 @@ def _count(
     """Write the token counts of each split, and add their hashes to `splits`."""
     num_names = len(job.reading.names)
     count = partial(count_on_node, places, num_names, tokenizer.unknown_id)
-    tasks = [(split, tuple(shard.name for shard in info.shards)) for split, info in splits.items()]
+    tasks = []
+    for split, info in splits.items():
+        tasks.append((split, [shard.name for shard in info.shards]))
     for (split, info), counts in zip(splits.items(), workers.in_order(count, tasks), strict=True):
         info.counts_sha256 = counts.sha256
         if not tokenizer.is_lossless and tokenizer.unknown_id is not None:

@@ -378,9 +378,7 @@ def _fetch_rows(work: SharedFiles, folder: Path, name: str, *, rows: tuple[int, 
     (folder / f"{name}.ids").write_bytes(work.read(f"{name}.ids", begin * itemsize, end * itemsize))
 
 
-def count_on_node(
-    places: Places, num_names: int, unknown_id: int | None, split: tuple[str, tuple[str, ...]]
-) -> CountedSplit:
+def count_on_node(places: Places, num_names: int, unknown_id: int | None, split: tuple[str, list[str]]) -> CountedSplit:
     """Add the token counts of the shards of a split, and write their sum to the corpus. `split` is (name of the split,
     names of its shards)."""
     work = shared_files(places.work)

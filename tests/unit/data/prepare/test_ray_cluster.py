@@ -39,18 +39,22 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    add_node(nodes)
     yield nodes
     nodes.shutdown()
 
 
-def add_node(cluster: Any) -> None:
-    """Add a node. Ray waits only 30 s for its start, which a busy machine can need for other work."""
+def second_node(cluster: Any) -> Any:
+    """Return the node next to the head. It is added if an earlier test has killed it.
+
+    Ray waits only 30 s for a node's start, which a busy machine can need for other work. So there are three tries.
+    """
     for _ in range(3):
+        others = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+        if others:
+            return others[0]
         with suppress(Exception):
-            cluster.add_node(**NODE)
-            return
-    cluster.add_node(**NODE)
+            return cluster.add_node(**NODE)
+    return cluster.add_node(**NODE)
 
 
 @pytest.fixture
@@ -75,6 +79,7 @@ def killed_when(path: Path, pattern: str, number: int, kill: Any) -> threading.T
 @pytest.mark.slow
 def test_two_nodes_make_the_corpus_of_one_machine(tmp_path: Path, source: Path, cluster: Any) -> None:
     prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
+    second_node(cluster)
     prepare_corpus(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
     assert not (tmp_path / ".many.prepare").exists()
@@ -94,13 +99,12 @@ def test_a_node_with_other_software_is_refused_before_any_work(
 @pytest.mark.slow
 def test_a_killed_node_costs_only_its_parts(tmp_path: Path, source: Path, cluster: Any) -> None:
     prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
-    victim = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
+    victim = second_node(cluster)
     kill = killed_when(
         tmp_path / ".many.prepare", "part-*.json", 8, lambda: cluster.remove_node(victim, allow_graceful=False)
     )
     prepare_corpus(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
     kill.join()
-    add_node(cluster)
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
 
 
@@ -117,10 +121,9 @@ def test_killed_nodes_and_killed_drivers_change_nothing(tmp_path: Path, source: 
         killed_when(scratch, pattern, draw.randint(1, most), lambda: driver.send_signal(signal.SIGKILL))  # noqa: B023
         driver.wait(timeout=300)
         assert driver.returncode == -9
-    victim = next(node for node in cluster.list_all_nodes() if node is not cluster.head_node)
+    victim = second_node(cluster)
     killed_when(scratch / "corpus", "*.idx", 4, lambda: cluster.remove_node(victim, allow_graceful=False))
     summary = prepare_corpus(tmp_path / "many", **settings)
-    add_node(cluster)
     assert summary.parts_kept > 40
     assert summary.shards_kept >= 1
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
