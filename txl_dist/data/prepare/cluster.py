@@ -289,9 +289,8 @@ def _make_corpus(job: Preparation, places: Places, workers: Workers, request: Re
     work.write(PARTS_NAME, json.dumps([part._asdict() for part in parts]).encode())
     plan_job = PlanJob(
         places,
+        settings,
         tuple(job.splits),
-        settings.duplicates,
-        settings.shard_len,
         tokenizer.vocab_size,
         tokenizer.is_lossless,
     )

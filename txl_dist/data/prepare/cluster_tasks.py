@@ -15,7 +15,8 @@ same, byte for byte. The work folder can be a shared folder or a URL. Besides th
     rows-train.u32       [shards + 1, parts] first row of each shard in each part, which `write` reads by range
 
 Limitations: counting the records of the inputs reads them once more. A node's temporary folder holds the records of all
-parts during the plan (56 bytes per document, and 64 more for near duplicates), and a group of shards during `write`.
+parts during the plan (56 bytes per document, and 64 more to estimate near duplicates, or about 800 more to report or
+drop them), and a group of shards during `write`. One process finds all near duplicates.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from txl_dist.data.prepare.tokenize import (
     records_of,
 )
 from txl_dist.data.prepare.workdir import CORPUS, TOKENIZER_DONE
+from txl_dist.data.workers import start_workers
 from txl_dist.errors import DataError
 from txl_dist.io.files import typed, write_bytes
 
@@ -130,10 +132,8 @@ class PlanJob(NamedTuple):
     """Facts that the plan needs, apart from the parts."""
 
     places: Places
+    settings: PrepareSettings
     splits: tuple[str, ...]
-    duplicates: Any
-    """Handling of duplicate documents, as in `PrepareSettings`."""
-    shard_len: int
     vocab_size: int
     is_lossless: bool
 
@@ -296,17 +296,17 @@ def plan_on_node(job: PlanJob, _: None) -> ShardPlan:
     described = [part_info_of(values) for values in json.loads(work.read(PARTS_NAME))]
     parts = [part for part in described if part is not None]
     stems = {name_of_part(part.number, split) for part in parts for split in part.documents}
-    with _node_folder() as folder:
+    with _node_folder() as folder, start_workers(1) as workers:
         names = [name for name in work.sizes() if name.partition(".")[0] in stems and not name.endswith(".ids")]
         _in_threads(lambda name: work.fetch(name, folder / name), names)
         plan = plan_shards(
             folder,
             parts,
+            settings=job.settings,
             splits=job.splits,
-            duplicates=job.duplicates,
-            shard_len=job.shard_len,
             vocab_size=job.vocab_size,
             is_lossless=job.is_lossless,
+            workers=workers,
         )
         work.push(folder / DROPPED, DROPPED)
         splits: dict[str, tuple[SplitInfo, list[ShardTask]]] = {}

@@ -1,4 +1,4 @@
-"""Search for exact and near duplicates among all documents of a preparation.
+"""Search for exact duplicates among all documents of a preparation, and estimate of the number of near duplicates.
 
 Exact: two documents are equal if the first 128 bits of the sha256 of their texts are equal. One document of each group
 of equal documents is kept. A document of the validation or test split is kept rather than a train document, because
@@ -17,7 +17,9 @@ A near duplicate is a document that agrees in a band with an earlier document an
 
 Limitations: the number of near duplicates is an estimate. It misses about a quarter of the pairs at J = 0.8, texts with
 fewer than `FEWEST_RUNS` runs, and a short text inside a long text. It includes some pairs at J around 0.5, mostly short
-texts. Near duplicates are counted but never dropped.
+texts. These near duplicates are counted but never dropped. `--near-duplicates drop` uses near_duplicates.py instead.
+The estimate stays the default, because its result is part of the index, and so of the data fingerprint that checkpoints
+record. With another estimate, a corpus that is prepared again would be another corpus.
 
 Host memory holds about `_SLICE` entries at once. If there are more entries, they are first divided into files by value,
 and then one file is read at a time.
@@ -79,13 +81,19 @@ _BAND = np.dtype([("value", "<u8"), ("ordinal", "<u8")])
 ordinal."""
 
 
-class Equals(NamedTuple):
-    """Result of `find_equal`: the documents that are equal to another document, which is kept."""
+class Duplicates(NamedTuple):
+    """Documents that are equal to another document, which is kept, or near such a document."""
 
     ordinals: UInt64s
-    """Ordinals of the equal documents, ascending. The documents that are kept are not included."""
+    """Ordinals of the duplicates, ascending. The documents that are kept are not included."""
     num_held_out: int
-    """Number of the documents in `ordinals` that are train documents equal to a validation or test document."""
+    """Number of the documents in `ordinals` that are train documents, and duplicates of a validation or test
+    document."""
+
+
+def run_len_of(kind: str) -> int:
+    """Return the number of token ids in a run, for a kind of tokenizer."""
+    return _RUN_LEN.get(kind, _DEFAULT_RUN_LEN)
 
 
 def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
@@ -94,9 +102,9 @@ def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
     Shape [documents, 8]. A document that is too short to compare has zeros. `kind` is the kind of tokenizer, which sets
     the length of a run.
     """
-    run_len = _RUN_LEN.get(kind, _DEFAULT_RUN_LEN)
+    run_len = run_len_of(kind)
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
-    smallest = _smallest_hashes(documents, lengths, run_len=run_len)
+    smallest = _smallest_hashes(documents, run_len=run_len)
     _fill_empty_bins(smallest)
     bands = np.zeros((len(documents), NUM_BANDS), dtype=np.uint64)
     for row in range(NUM_ROWS):
@@ -112,32 +120,44 @@ def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
     return bands
 
 
-def _smallest_hashes(documents: Sequence[npt.NDArray[Any]], lengths: npt.NDArray[np.int64], *, run_len: int) -> UInt64s:
+def _smallest_hashes(documents: Sequence[npt.NDArray[Any]], *, run_len: int) -> UInt64s:
     """Return the smallest hash of each document's runs in each bin, or `_EMPTY` for a bin without a run.
 
-    `lengths` are the documents' lengths in tokens. Shape [documents, bins].
+    Shape [documents, bins].
     """
+    smallest = np.full((len(documents), _NUM_BINS), _EMPTY)
+    flat = smallest.reshape(-1)
+    for owners, runs in hashed_runs(documents, run_len=run_len, chunk=_CHUNK):
+        bin_in_document = (runs >> _TO_BIN).astype(np.int64)
+        bins = owners * _NUM_BINS + bin_in_document
+        np.minimum.at(flat, bins, runs)
+    return smallest
+
+
+def hashed_runs(
+    documents: Sequence[npt.NDArray[Any]], *, run_len: int, chunk: int
+) -> Iterator[tuple[npt.NDArray[np.int32], UInt64s]]:
+    """Yield (the number of each run's document, the hash of each run) for all runs, at most `chunk` runs at a time.
+
+    A run is a sequence of `run_len` consecutive token ids of one document. Documents come in order.
+    """
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
     no_ids = np.empty(0, np.int32)
     ids = np.concatenate([*documents, no_ids])
     document_numbers = np.arange(len(documents), dtype=np.int32)
     # [ids] the document of each id
     owners = np.repeat(document_numbers, lengths)
-    smallest = np.full((len(documents), _NUM_BINS), _EMPTY)
-    flat = smallest.reshape(-1)
     num_runs = len(ids) - run_len + 1
-    for begin in range(0, num_runs, _CHUNK):
-        end = min(begin + _CHUNK, num_runs)
+    for begin in range(0, num_runs, chunk):
+        end = min(begin + chunk, num_runs)
         last_begin = begin + run_len - 1
         last_end = end + run_len - 1
         runs = _hash_runs(ids[begin:last_end], run_len=run_len)
-        bin_in_document = (runs >> _TO_BIN).astype(np.int64)
         # A run counts if its first and its last id are in one document.
         first_owner = owners[begin:end]
         last_owner = owners[last_begin:last_end]
         is_whole = first_owner == last_owner
-        bins = first_owner * _NUM_BINS + bin_in_document
-        np.minimum.at(flat, bins[is_whole], runs[is_whole])
-    return smallest
+        yield first_owner[is_whole], runs[is_whole]
 
 
 def _hash_runs(ids: npt.NDArray[Any], *, run_len: int) -> UInt64s:
@@ -171,7 +191,7 @@ def _fill_empty_bins(smallest: UInt64s) -> None:
             smallest[borrows, column] = hash64(following[borrows])
 
 
-def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, folder: Path) -> Equals:
+def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, folder: Path) -> Duplicates:
     """Find the documents that are equal to another document, which is kept.
 
     `tables` yields pairs (records of documents, whether these are train documents). `count` is the number of records in
@@ -185,8 +205,8 @@ def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, f
         # lexsort takes the most important key last
         order = np.lexsort((part["ordinal"], part["is_train"], part["rest"], part["value"]))
         table = part[order]
-        has_equal_value = _equals_previous(table["value"])
-        has_equal_rest = _equals_previous(table["rest"])
+        has_equal_value = equals_previous(table["value"])
+        has_equal_rest = equals_previous(table["rest"])
         is_equal = has_equal_value & has_equal_rest
         stays = ~is_equal
         is_train = table["is_train"] == 1
@@ -198,7 +218,7 @@ def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, f
         num_held_out += int(is_leak.sum())
         ordinals.append(table["ordinal"][is_equal])
     all_ordinals = np.concatenate(ordinals)
-    return Equals(np.sort(all_ordinals), num_held_out)
+    return Duplicates(np.sort(all_ordinals), num_held_out)
 
 
 def _exact_entries(tables: Iterable[tuple[npt.NDArray[Any], bool]]) -> Iterator[npt.NDArray[Any]]:
@@ -212,14 +232,16 @@ def _exact_entries(tables: Iterable[tuple[npt.NDArray[Any], bool]]) -> Iterator[
         yield table
 
 
-def _equals_previous(values: UInt64s) -> npt.NDArray[np.bool_]:
+def equals_previous(values: UInt64s) -> npt.NDArray[np.bool_]:
     """Return for each value whether it is equal to the value before it. The result for the first value is False."""
     is_equal = np.zeros(len(values), dtype=bool)
     is_equal[1:] = values[1:] == values[:-1]
     return is_equal
 
 
-def count_near(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals, *, count: int, folder: Path) -> int:
+def count_near(
+    tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Duplicates, *, count: int, folder: Path
+) -> int:
     """Count the documents that agree in a band with an earlier document. Exact duplicates in `equal` are left out.
 
     `tables` yields pairs (records of documents, bands of these documents). `count` is the number of records in all
@@ -230,12 +252,12 @@ def count_near(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals
     for part in _sliced(entries, count=count * NUM_BANDS, folder=folder):
         order = np.lexsort((part["ordinal"], part["value"]))
         table = part[order]
-        is_shared = _equals_previous(table["value"])
+        is_shared = equals_previous(table["value"])
         near = np.union1d(near, table["ordinal"][is_shared])
     return len(near)
 
 
-def _band_entries(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals) -> Iterator[npt.NDArray[Any]]:
+def _band_entries(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Duplicates) -> Iterator[npt.NDArray[Any]]:
     """Yield a table of `_BAND` entries for each table of document records: one entry per band of each compared
     document."""
     for records, bands in tables:

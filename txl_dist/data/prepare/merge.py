@@ -18,17 +18,20 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.format import ShardInfo, SplitInfo, token_dtype
 from txl_dist.data.prepare.documents import TRAIN
-from txl_dist.data.prepare.duplicates import Equals, contains, count_near, find_equal
+from txl_dist.data.prepare.duplicates import contains, count_near, find_equal
+from txl_dist.data.prepare.near_duplicates import find_near
+from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.shard_writer import WrittenShard, write_shard
 from txl_dist.data.prepare.tokenize import PartInfo, bands_of, gather, records_of
 from txl_dist.data.prepare.workdir import CORPUS
+from txl_dist.data.workers import Workers
 from txl_dist.io.files import atomic_replace, read_json, sha256_of_file, typed, write_bytes
 
 _CELL_BITS = 20
@@ -82,20 +85,20 @@ def plan_shards(
     scratch: Path,
     parts: Sequence[PartInfo],
     *,
+    settings: PrepareSettings,
     splits: Sequence[str],
-    duplicates: Literal["report", "drop", "ignore"],
-    shard_len: int,
     vocab_size: int,
     is_lossless: bool,
+    workers: Workers,
 ) -> ShardPlan:
     """Find duplicates, write the ordinals of the dropped documents, and divide each split into shards.
 
-    `scratch` is the work folder, which contains the parts. The other arguments are settings of the preparation and
-    properties of its tokenizer.
+    `scratch` is the work folder, which contains the parts. `vocab_size` and `is_lossless` are properties of the
+    tokenizer. `workers` search for near duplicates.
     """
-    duplicated = find_duplicates(scratch, parts, policy=duplicates)
+    duplicated = find_duplicates(scratch, parts, settings, workers)
     write_bytes(scratch / DROPPED, duplicated.dropped.tobytes())
-    plan = hash_of_plan(parts, duplicated.dropped, shard_len=shard_len)
+    plan = hash_of_plan(parts, duplicated.dropped, sizes=[settings.shard_len])
     planned = {}
     for split in splits:
         planned[split] = plan_split(
@@ -103,7 +106,7 @@ def plan_shards(
             split,
             parts,
             dropped=duplicated.dropped,
-            shard_len=shard_len,
+            shard_len=settings.shard_len,
             dtype=token_dtype(vocab_size),
             vocab_size=vocab_size,
             plan=plan,
@@ -112,31 +115,41 @@ def plan_shards(
     return ShardPlan(duplicated.statistics, planned)
 
 
-def find_duplicates(
-    folder: Path, parts: Sequence[PartInfo], *, policy: Literal["report", "drop", "ignore"]
-) -> Duplicated:
-    """Find exact and near duplicates over all parts and splits.
+def find_duplicates(folder: Path, parts: Sequence[PartInfo], settings: PrepareSettings, workers: Workers) -> Duplicated:
+    """Find exact and near duplicates over all parts and splits, and choose the documents to leave out.
 
-    `folder` is the work folder, which contains the parts. The policy `ignore` skips the search. Only the policy `drop`
-    leaves exact duplicates out of the corpus.
+    `folder` is the work folder, which contains the parts.
     """
     splits_of_parts = [(part.number, split) for part in parts for split in part.documents]
     count = sum(sum(part.documents.values()) for part in parts)
     none = np.empty(0, np.uint64)
-    if not count or policy == "ignore":
+    if not count or settings.duplicates == "ignore":
         return Duplicated({}, none)
     records = ((records_of(folder, number, split), split == TRAIN) for number, split in splits_of_parts)
-    equal: Equals = find_equal(records, count=count, folder=folder)
-    bands = ((records_of(folder, number, split), bands_of(folder, number, split)) for number, split in splits_of_parts)
-    num_near = count_near(bands, equal, count=count, folder=folder)
-    drop = policy == "drop"
+    equal = find_equal(records, count=count, folder=folder)
+    drop = settings.duplicates == "drop"
     statistics = {
         "exact_duplicates": len(equal.ordinals) - equal.num_held_out,
         "held_out_duplicates": equal.num_held_out,
         "duplicates_dropped": len(equal.ordinals) if drop else 0,
-        "near_duplicates": num_near,
     }
-    return Duplicated(statistics, equal.ordinals if drop else none)
+    dropped = equal.ordinals if drop else none
+    if settings.near_duplicates == "estimate":
+        bands = (
+            (records_of(folder, number, split), bands_of(folder, number, split)) for number, split in splits_of_parts
+        )
+        statistics["near_duplicates"] = count_near(bands, equal, count=count, folder=folder)
+    if settings.compares_signatures:
+        plan = hash_of_plan(parts, equal.ordinals, sizes=[settings.near_threshold])
+        near = find_near(folder, parts, equal, threshold=settings.near_threshold, plan=plan, workers=workers)
+        drop_near = settings.near_duplicates == "drop"
+        statistics["near_duplicates"] = len(near.ordinals) - near.num_held_out
+        statistics["near_held_out_duplicates"] = near.num_held_out
+        statistics["near_threshold_pct"] = round(100 * settings.near_threshold)
+        if drop_near:
+            statistics["near_duplicates_dropped"] = len(near.ordinals)
+            dropped = np.union1d(dropped, near.ordinals)
+    return Duplicated(statistics, dropped)
 
 
 def plan_split(
@@ -210,10 +223,13 @@ def _cell_shift(scratch: Path, split: str, numbers: Sequence[int]) -> int:
     return max(largest.bit_length() - _CELL_BITS, 0)
 
 
-def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, shard_len: int) -> str:
-    """Return a hash of everything that the shards depend on: the parts, the dropped documents and the shard length."""
+def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, sizes: Sequence[float]) -> str:
+    """Return a hash of everything that later files depend on: the parts, the dropped documents and some settings.
+
+    These settings are the shard length for shards, and the threshold for near duplicates.
+    """
     described_parts = [part._asdict() for part in parts]
-    described = json.dumps([shard_len, described_parts], sort_keys=True)
+    described = json.dumps([*sizes, described_parts], sort_keys=True)
     content = described.encode() + dropped.tobytes()
     return hashlib.sha256(content).hexdigest()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Re
 from txl_dist.errors import ConfigError
 from txl_dist.tokenizers.learning import Learning
 
-_LATER = ("member",)
+_OF_NEAR = ("near_duplicates", "near_threshold")
+_LATER = ("member", *_OF_NEAR)
 """Settings that were added after the first version with a prepared.json."""
 _OF_SPLITS = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
@@ -87,8 +89,15 @@ class PrepareSettings(Learning):
     allow_protocols: Sequence[str] = ()
     """URL schemes to allow in addition to the defaults. `pipe` allows inputs that run shell commands."""
     duplicates: Literal["report", "drop", "ignore"] = "report"
-    """Handling of duplicate documents. report: count exact and near duplicates. drop: count them, and remove exact
-    duplicates. ignore: do not search."""
+    """Handling of exact duplicates, which are documents with equal text. report: count them. drop: also remove them.
+    ignore: do not search for exact or near duplicates."""
+    near_duplicates: Literal["estimate", "report", "drop", "ignore"] = "estimate"
+    """Handling of near duplicates. estimate: count them roughly. report: count the documents that `drop` would remove.
+    drop: of similar and equal documents keep only the first, or the first of the validation and test splits. ignore: do
+    not search. report and drop need the package rensa."""
+    near_threshold: float = 0.8
+    """Minimum Jaccard similarity of near duplicates, for --near-duplicates report and drop. The similarity is estimated
+    from the runs of 5 tokens of two documents (24 for byte and char tokenizers)."""
     seed: int = 0
     """Seed of the shuffled order of the train documents."""
     shard_len: int = 1 << 25
@@ -124,6 +133,7 @@ class PrepareSettings(Learning):
         if min(self.num_workers, self.block_bytes) < 0:
             raise ConfigError("num_workers and block_bytes must be 0 or more. Give 0 for an automatic choice.")
         self._check_cluster()
+        self._check_near()
         learning = self._changed("kind", *self.learning(), "tokenizer_all_splits")
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
@@ -159,6 +169,38 @@ class PrepareSettings(Learning):
         if self.workdir and not self.cluster:
             raise ConfigError("workdir has an effect only with a cluster. Remove --workdir, or add --cluster ray.")
 
+    def _check_near(self) -> None:
+        """Raise ConfigError for settings of near duplicates that are impossible or would have no effect, or if the
+        package that they need is not installed."""
+        if not self.compares_signatures:
+            if self._changed("near_threshold"):
+                raise ConfigError(
+                    f"--near-threshold {self.near_threshold} has no effect with --near-duplicates "
+                    f"{self.near_duplicates}. Add `--near-duplicates drop` or `--near-duplicates report`."
+                )
+            return
+        if self.duplicates == "ignore":
+            raise ConfigError(
+                f"--duplicates ignore skips the search that --near-duplicates {self.near_duplicates} needs. Remove "
+                "--duplicates ignore."
+            )
+        percent = 100 * self.near_threshold
+        if not 50 <= percent <= 100 or abs(percent - round(percent)) > 1e-6:
+            raise ConfigError(
+                f"--near-threshold {self.near_threshold} must be from 0.5 to 1, in steps of 0.01. Smaller similarities "
+                "are common between unrelated texts of one kind."
+            )
+        if importlib.util.find_spec("rensa") is None:
+            raise ConfigError(
+                f"--near-duplicates {self.near_duplicates} needs the package rensa. Install the extra: "
+                'pip install "txl_dist[near-duplicates]"'
+            )
+
+    @property
+    def compares_signatures(self) -> bool:
+        """Whether near duplicates are found by comparing the MinHash signatures of documents (minhash.py)."""
+        return self.near_duplicates in ("report", "drop")
+
     @property
     def learns(self) -> bool:
         """Whether a tokenizer is trained, because neither a tokenizer file nor a vocabulary list is given."""
@@ -186,8 +228,8 @@ class PrepareSettings(Learning):
     def completed(self) -> PrepareSettings:
         """Check the settings, and return a copy with the defaults of the named corpus.
 
-        Without a named corpus, the copy differs in one setting only: the tokenizer kind `auto` becomes `bpe`. Settings
-        that the caller changed are kept. Raises ConfigError as `check` does.
+        Without a named corpus, the tokenizer kind `auto` becomes `bpe`. If near duplicates are dropped, exact
+        duplicates are too. Settings that the caller changed are kept. Raises ConfigError as `check` does.
         """
         from txl_dist.data.prepare.datasets import NAMED
 
@@ -204,6 +246,8 @@ class PrepareSettings(Learning):
             del defaults[name]
         if self.name is not None:  # the corpus has its own splits
             defaults |= {"valid_fraction": 0.0, "test_fraction": 0.0}
+        if self.near_duplicates == "drop":
+            defaults["duplicates"] = "drop"
         return dataclasses.replace(self, **defaults)
 
     def reading(self, *, given: Collection[str]) -> Reading:
@@ -251,11 +295,18 @@ class PrepareSettings(Learning):
 
         The hash includes the paths of the inputs, but not their content.
         """
-        kept = self._facts({"shard_len", "duplicates", "allow_protocols", *_OF_WORKERS - {"block_bytes"}})
+        kept = self._facts({"shard_len", "duplicates", "allow_protocols", *_OF_NEAR, *_OF_WORKERS - {"block_bytes"}})
         inputs = [_as_texts(self.inputs), _as_texts(self.valid_inputs), _as_texts(self.test_inputs)]
         kept["inputs"] = repr(inputs)
-        ignores_duplicates = self.duplicates == "ignore"
-        facts: tuple[Any, ...] = (sorted(kept.items()), ignores_duplicates, __version__)
+        if self.compares_signatures:
+            from importlib.metadata import version
+
+            near = f"{self.near_threshold} rensa {version('rensa')}"  # another version can give other signatures
+        elif self.duplicates == "ignore":
+            near = "ignore"
+        else:
+            near = self.near_duplicates
+        facts: tuple[Any, ...] = (sorted(kept.items()), near, __version__)
         plugins = loaded_plugins()
         if plugins:
             facts = (*facts, plugins)

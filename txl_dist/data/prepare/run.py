@@ -2,7 +2,8 @@
 
     read      the main process cuts the inputs into parts of whole raw records          input_splits.py
     encode    workers decode, parse, split and tokenize; each part is sorted by key     documents.py  tokenize.py
-    assemble  find duplicates and plan the shards; workers write one shard each         duplicates.py  merge.py
+    compare   find exact duplicates; workers find near duplicates       duplicates.py  minhash.py  near_duplicates.py
+    assemble  plan the shards; workers write one shard each                             merge.py
     commit    write the counts, tokenizer.json and index.json; rename the folder
 
 A seeded hash shuffles the train documents over the whole corpus. The other splits keep the order of the input. The
@@ -50,6 +51,7 @@ from txl_dist.data.prepare.merge import (
     read_written,
     write_planned,
 )
+from txl_dist.data.prepare.minhash import rows_of_bands
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.preparation import (
     Preparation,
@@ -66,6 +68,7 @@ from txl_dist.data.prepare.sources import Listing, identities, is_repeatable
 from txl_dist.data.prepare.tokenize import Encoding, PartInfo, PartTask, encode_part, read_part_info
 from txl_dist.data.prepare.validation_split import named_few, no_text
 from txl_dist.data.prepare.workdir import CORPUS, check_target, claim_scratch, move_into_place
+from txl_dist.data.verify.inspect import statistics_lines
 from txl_dist.data.workers import Workers, start_workers
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.io.files import flush_folder, write_bytes, write_hashed_json
@@ -73,12 +76,6 @@ from txl_dist.tokenizers.base import Tokenizer
 
 _PARTS_VERSION = 3
 """Version of the records of parts. Parts of another version are discarded and made again."""
-_COUNTS = {
-    "held_out_duplicates": "train documents that are also in the validation or test split",
-    "documents_cut": "documents cut to hold out their ends",
-    "invalid_records_skipped": "invalid records left out (not JSON, or text missing, null, repeated or not a string)",
-}
-"""Labels that the summary shows for statistics whose keys do not explain themselves."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +114,7 @@ class PrepareSummary:
             if split.lost:
                 lines.append(f"  losses on {split.name} have no bits per byte: {split.lost}")
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
-        for key, count in counts.items():
-            if count:
-                name = _COUNTS.get(key, key.replace("_", " "))
-                lines.append(f"  {name}: {count:,}")
+        lines += [f"  {line}" for line in statistics_lines(counts)]
         if self.hidden_files:
             names = ", ".join(self.hidden_files[:3])
             if len(self.hidden_files) > 3:
@@ -250,14 +244,20 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
 
 def encoding_of(job: Preparation, tokenizer: Tokenizer, *, stamp: str) -> Encoding:
     """Return the settings for encoding the parts of a preparation whose settings have the hash `stamp`."""
+    settings = job.settings
     facts = f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}"
+    if settings.compares_signatures:
+        band_rows = rows_of_bands(settings.near_threshold)
+    else:
+        band_rows = 0
     return Encoding(
         folder=str(job.scratch),
         tokenizer=str(job.scratch / TOKENIZER_NAME),
         fingerprint=tokenizer.fingerprint,
         reading=job.reading,
-        seed=job.settings.seed,
-        has_bands=job.settings.duplicates != "ignore",
+        seed=settings.seed,
+        has_bands=settings.duplicates != "ignore" and settings.near_duplicates == "estimate",
+        band_rows=band_rows,
         stamp=hashlib.sha256(facts.encode()).hexdigest(),
     )
 
@@ -293,11 +293,11 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
     plan = plan_shards(
         job.scratch,
         parts,
+        settings=job.settings,
         splits=job.splits,
-        duplicates=settings.duplicates,
-        shard_len=settings.shard_len,
         vocab_size=tokenizer.vocab_size,
         is_lossless=tokenizer.is_lossless,
+        workers=workers,
     )
     splits = {split: info for split, (info, _) in plan.splits.items()}
     check_splits(splits, job)

@@ -1,10 +1,12 @@
 """Second step of `txl prepare`: tokenize parts of the input, each sorted by the key that orders the corpus.
 
-For each split, a part has two files, or three if near duplicates are counted. A small JSON file is written last:
+For each split, a part has two files, and more if near duplicates are searched. A small JSON file is written last:
 
     part-000007-train.ids         ids of its documents, end-of-text included, sorted by (key, ordinal)
     part-000007-train.records     one `PART_RECORD` per document in that order: key, digest, ordinal, sizes
-    part-000007-train.bands       [documents, 8] uint64, see duplicates.py
+    part-000007-train.bands       [documents, 8] uint64, see duplicates.py, if near duplicates are estimated
+    part-000007-train.signatures  [documents, 128] uint32, see minhash.py, if near duplicates are reported or dropped
+    part-000007-train.entries     the bands of these signatures, sorted by value
     part-000007.json              range of the input and counts; without this file the part does not exist
 
 The key of a train document is a fixed hash of (seed, ordinal), so that sorting by key shuffles the documents. In other
@@ -41,6 +43,7 @@ from txl_dist.data.prepare.documents import (
 )
 from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys
 from txl_dist.data.prepare.input_splits import Cursor, InputPart
+from txl_dist.data.prepare.minhash import BAND_ENTRY, NUM_HASHES, Signatures, band_table, sign
 from txl_dist.errors import DataError
 from txl_dist.io.files import atomic_replace, read_json, typed, write_bytes
 from txl_dist.tokenizers.base import Ids, Tokenizer, batches
@@ -81,7 +84,9 @@ class Encoding(NamedTuple):
     seed: int
     """Seed of the order of the train documents."""
     has_bands: bool
-    """Whether near duplicates are counted, so that parts contain bands (see duplicates.py)."""
+    """Whether near duplicates are estimated, so that parts contain bands (see duplicates.py)."""
+    band_rows: int
+    """Number of rows of a band of the signatures (see minhash.py). 0: parts contain no signatures."""
     stamp: str
     """Hash of all settings that change a part."""
 
@@ -192,6 +197,20 @@ def bands_of(folder: Path, number: int, split: str) -> npt.NDArray[np.uint64]:
     return np.memmap(path, dtype=np.uint64, mode="r").reshape(-1, NUM_BANDS)
 
 
+def signatures_of(folder: Path, number: int, split: str) -> Signatures:
+    """Memory-map the signatures of one split of a part: [documents, hashes], in the order of the split's records."""
+    path = folder / f"{name_of_part(number, split)}.signatures"
+    return np.memmap(path, dtype=np.uint32, mode="r").reshape(-1, NUM_HASHES)
+
+
+def band_entries_of(folder: Path, number: int, split: str) -> npt.NDArray[Any]:
+    """Read the bands of one split of a part from its file: `BAND_ENTRY`, sorted by value."""
+    path = folder / f"{name_of_part(number, split)}.entries"
+    if not path.stat().st_size:  # all documents are too short
+        return np.empty(0, BAND_ENTRY)
+    return np.memmap(path, dtype=BAND_ENTRY, mode="r")
+
+
 def gather(
     folder: Path, numbers: Sequence[int], split: str, *, keys: tuple[int, int], dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], list[Tokens]]:
@@ -230,7 +249,9 @@ class _SplitOfPart:
         """Fields of each document's `PART_RECORD`. The fields key and start are 0 until `write` computes them."""
         self.documents: list[Tokens] = []
         self.bands: list[npt.NDArray[np.uint64]] = []
-        """One array of shape [1, bands] for each document. Empty unless near duplicates are counted."""
+        """One array of shape [1, bands] for each document. Empty unless near duplicates are estimated."""
+        self.signatures: list[Signatures] = []
+        """One array of shape [1, hashes] for each document. Empty unless near duplicates are reported or dropped."""
 
     def write(self, folder: Path, name: str, split: str, encoding: Encoding) -> None:
         """Sort the documents by (key, ordinal) and write their files, which begin with `name`."""
@@ -247,6 +268,11 @@ class _SplitOfPart:
         write_bytes(folder / f"{name}.records", table.tobytes())
         if encoding.has_bands:
             write_bytes(folder / f"{name}.bands", np.concatenate(self.bands)[order].tobytes())
+        if encoding.band_rows:
+            signatures = np.concatenate(self.signatures)[order]
+            entries = band_table(signatures, num_rows=encoding.band_rows)
+            write_bytes(folder / f"{name}.signatures", signatures.tobytes())
+            write_bytes(folder / f"{name}.entries", entries.tobytes())
 
 
 @lru_cache(maxsize=1)
@@ -284,6 +310,10 @@ def _encode_batch(
         bands = band_keys(encoded, kind=tokenizer.kind)
     else:
         bands = None
+    if encoding.band_rows:
+        signatures = sign(encoded, kind=tokenizer.kind)
+    else:
+        signatures = None
     dtype = token_dtype(tokenizer.vocab_size)
     ends = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=dtype)
     for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
@@ -305,6 +335,8 @@ def _encode_batch(
         split.documents.append(tokens)
         if bands is not None:
             split.bands.append(bands[number : number + 1])
+        if signatures is not None:
+            split.signatures.append(signatures[number : number + 1])
 
 
 def _encode(batch: Sequence[DocumentPiece], tokenizer: Tokenizer) -> list[Ids]:

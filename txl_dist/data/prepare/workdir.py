@@ -6,6 +6,7 @@
       tokenizer.json      trained or copied tokenizer; complete once the file tokenizer-inputs exists
       named/              downloads
       part-*  shard-*     see tokenize.py and merge.py
+      near-*              see near_duplicates.py
       corpus/             the new corpus, which is moved to the output folder
       replaced/           the corpus that was in the output folder, while it is replaced
 

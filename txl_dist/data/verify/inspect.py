@@ -8,7 +8,7 @@ document the damage is shown in place of its text.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,14 @@ with perfectly sorted ids."""
 
 _COUNTED = ("documents", "tokens", "text_bytes", "text_characters", "longest")
 
+_LABELS = {
+    "held_out_duplicates": "train documents that are also in the validation or test split",
+    "near_held_out_duplicates": "train documents near a document of the validation or test split",
+    "near_threshold_pct": "similarity of near duplicates",
+    "documents_cut": "documents cut to hold out their ends",
+    "invalid_records_skipped": "invalid records left out (not JSON, or text missing, null, repeated or not a string)",
+}
+"""Labels of statistics whose keys do not explain themselves."""
 _TEXT = "\n\t"
 """Control characters that are shown unchanged in a text: newline and tab."""
 
@@ -82,9 +90,18 @@ def corpus_lines(facts: dict[str, Any]) -> list[str]:
         f"{end}, data fingerprint {fingerprint}"
     ]
     lines += format_table(rows)
-    for key, count in facts["statistics"].items():
-        if count:
-            name = key.replace("_", " ")
+    return lines + statistics_lines(facts["statistics"])
+
+
+def statistics_lines(statistics: Mapping[str, int]) -> list[str]:
+    """Return the counts of a preparation as lines for the user. Counts of 0 are left out, except of dropped near
+    duplicates."""
+    lines = []
+    for key, count in statistics.items():
+        name = _LABELS.get(key, key.replace("_", " "))
+        if key == "near_threshold_pct":
+            lines.append(f"{name}: {count / 100:.2f} or more")
+        elif count or key == "near_duplicates_dropped":
             lines.append(f"{name}: {count:,}")
     return lines
 
