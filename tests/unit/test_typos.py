@@ -129,7 +129,7 @@ def test_every_mistake_on_the_command_line_gets_a_line(tmp_path: Path, capsys: p
         (["--model.pre_norm", "true"], "True?"),
         (["--model.pre_norm", "Flase"], "False?"),
         (["--engine.precision=bf61"], "bf16?"),
-        (["--engine.precision", "float64"], "fp32, tf32, bf16, fp16."),
+        (["--engine.precision", "float64"], "fp32, tf32, bf16, fp16, auto."),
         (["--zzzzzzzzz", "1"], "See txl train --help."),
     ],
 )

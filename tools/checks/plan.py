@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from txl_dist.config.load import load_config
+from txl_dist.config.schema import Precision
 from txl_dist.model.flops import count_parameters
 from txl_dist.planning.hardware import GPUS, GpuCluster
-from txl_dist.planning.timing import OURS, Precision, Program, Work, step_time
+from txl_dist.planning.timing import OURS, Program, Work, step_time
 from txl_dist.vocabulary_clusters import typical_shares
 
 NVIDIA = Program(  # NVIDIA's Transformer-XL for PyTorch

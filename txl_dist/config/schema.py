@@ -54,6 +54,8 @@ SCHEMES: dict[str, PositionScheme] = {
 """Positional schemes by their names in `model.positions`. A plugin may add rows (`plugins.register_positions`)."""
 
 AttentionKernel = Literal["auto", "plain", "fused", "triton"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+PrecisionSetting = Literal[Precision, "auto"]
 
 FREE = Resume("free")
 WARNED = Resume("warned")
@@ -532,9 +534,10 @@ class EngineSection(Section):
 
     zero_stage: Annotated[int, Field(ge=0, le=3), WARNED] = 1
     """ZeRO stage. 0 replicates everything. 1 shards optimizer state, 2 also gradients, 3 also parameters."""
-    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], WARNED] = "fp32"
+    precision: Annotated[PrecisionSetting, WARNED] = "fp32"
     """Number format of weights and activations in the step. fp16 and tf32 need a GPU. tf32 is fp32 with operands of
-    matrix products rounded to 10 mantissa bits (Ampere or later)."""
+    matrix products rounded to 10 mantissa bits (Ampere or later). auto: bf16 if all ranks have a GPU with bf16 or a CPU
+    that is faster in bf16 (AMX, AVX-512 BF16), otherwise fp32. A run keeps its first choice."""
     offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory. This needs ZeRO stage 1, 2 or 3."""
     offload_parameters: Annotated[bool, WARNED] = False
@@ -578,11 +581,17 @@ class EngineSection(Section):
         return self.cuda_graph == "on" or (self.cuda_graph == "auto" and on_gpu and self.is_replayable)
 
     @property
+    def chosen_precision(self) -> Precision:
+        """The precision, in settings in which "auto" has been replaced. The plan of a run replaces it."""
+        assert self.precision != "auto"
+        return self.precision
+
+    @property
     def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type of the numbers that the model computes with. For the precision tf32 it is fp32."""
-        if self.precision == "tf32":
+        if self.chosen_precision == "tf32":
             return "fp32"
-        return self.precision
+        return self.chosen_precision
 
 
 def _words_of_table(value: Any) -> Any:

@@ -211,7 +211,11 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
         settings_file = trial.run_dir / SETTINGS
         if not settings_file.is_file():
             continue
-        changes = config_changes(load_config(settings_file), trial.config)
+        saved = load_config(settings_file)
+        wanted = trial.config
+        if wanted.engine.precision == "auto":  # the run has replaced it, and keeps its choice
+            wanted = changed(wanted, {"engine.precision": saved.engine.precision})
+        changes = config_changes(saved, wanted)
         if changes:
             listed = ", ".join(f"{change.key} {change.old} -> {change.new}" for change in changes)
             raise ConfigError(

@@ -6,6 +6,7 @@ The command prints settings, batch, data, cost and warnings.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -17,7 +18,9 @@ from txl_dist.planning.text import per_token
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
+from txl_dist.train.precision import bf16_support, choose_precision, needs_support
 from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
+from txl_dist.train.run_dir import kept_precision
 from txl_dist.train.run_plan import plan_run
 from txl_dist.train.state import RunContext
 from txl_dist.train.warm_start import initial_weights
@@ -34,7 +37,11 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     else:
         device = torch.device("cpu")
     ranks = RankInfo(0, world_size, 0, device, num_threads=torch.get_num_threads())
-    plan = plan_run(config, ranks)
+    given = config.engine.precision
+    kept = kept_precision(Path(config.run.dir)) if given == "auto" else None
+    answers = [bf16_support(device)] if needs_support(given, kept=kept) else []
+    plan = plan_run(config, ranks, precision=choose_precision(given, kept=kept, answers=answers))
+    config = plan.saved_settings.config
     first_stage = plan.stages[0]
     corpora = first_stage.context.corpora
     if config.run.init:
@@ -53,7 +60,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
             yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
         if steps.start:
             stream = continued(stream, context.corpora.begin, splits)
-        yield from describe_batch(context, num_parameters=plan.num_parameters)
+        yield from describe_batch(context, num_parameters=plan.num_parameters, precision_reason=plan.precision.reason)
         end = stream.advanced(len(steps) * step_len)
         yield from describe_data(splits, end, last_step=steps.stop)
         yield from describe_cost(context)

@@ -207,6 +207,9 @@ def make_plan(config: Config, *, question: PlanOptions) -> Plan:
         notes.append(
             "offloading to host memory is included in the memory but not in the time, so steps will take longer."
         )
+    if config.engine.precision == "auto":
+        precision = "bf16" if question.cluster.gpu.has_bf16 else "fp32"
+        config = changed(config, {"engine.precision": precision})
     planner = _Planner(config, question, used)
     options = list(planner.options())
     return Plan(
@@ -334,7 +337,7 @@ class _Planner:
             num_microbatches=plan.num_microbatches,
             world_size=self.gpus,
             zero_stage=engine.zero_stage,
-            precision=engine.precision,
+            precision=engine.chosen_precision,
             attention=attention_kind(config, gpu=self.gpu),
             recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
             graphed=engine.replays(on_gpu=True),

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from txl_dist.config.schema import ModelSection
+from txl_dist.config.schema import ModelSection, Precision
 from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.train.engine.muon import NUM_ITERATIONS, Matrix
 
@@ -48,7 +48,6 @@ GATHERS = {0: 0, 1: 1, 2: 1, 3: 2}
 """Number of times in a step that each rank receives the other ranks' parameters, by ZeRO stage. At stage 3 the number
 is per micro-batch."""
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionKind = Literal["kernels", "fused", "plain"]
 
 

@@ -28,6 +28,7 @@ from txl_dist.model.kernels.attention_launch import (
     unsupported_reason,
     unsupported_shape_reason,
 )
+from txl_dist.train.precision import ChosenPrecision
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
@@ -101,15 +102,16 @@ class StageWarnings(NamedTuple):
     """Warnings about settings that have no effect or reduce precision."""
 
 
-def warnings_on_stage(context: RunContext, num_parameters: int) -> StageWarnings:
-    """Return the warnings to log before a phase of a run starts. `num_parameters` is the size of the model."""
+def warnings_on_stage(context: RunContext, num_parameters: int, precision: ChosenPrecision) -> StageWarnings:
+    """Return the warnings to log before a phase of a run starts. `num_parameters` is the size of the model, and
+    `precision` the precision of the run."""
     config = context.config
     splits = context.corpora.train
     return StageWarnings(
         cache=warnings_on_cache(config, splits, lanes_per_rank=context.plan.lanes_per_rank),
         evaluation=warnings_on_evaluation(config, context.corpora.first),
         size=warnings_on_size(num_parameters, tokens=sum(split.tokens for split in splits)),
-        settings=warnings_on_settings(config, plan=context.plan),
+        settings=[*precision.warnings, *warnings_on_settings(config, plan=context.plan)],
     )
 
 
@@ -147,8 +149,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         )
     if config.engine.precision == "fp16" and device.type == "cpu":
         raise ConfigError(
-            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. Use --engine.precision fp32. On a "
-            "CPU, fp32 is faster than bf16, which most CPUs only emulate."
+            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. Use --engine.precision auto, "
+            "which is bf16 on a CPU with instructions for it, and fp32 on any other CPU."
         )
     if config.engine.precision == "tf32" and not _has_tf32(device):
         raise ConfigError(
@@ -271,13 +273,19 @@ def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank
     ]
 
 
-def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]:
+def describe_batch(context: RunContext, *, num_parameters: int, precision_reason: str = "") -> Iterator[str]:
     """Yield two lines for the log at the start of a phase: the sizes of the batch, then the size and options of the
-    model."""
+    model.
+
+    `precision_reason` says why engine.precision=auto has chosen the precision. It is empty if the user has named it.
+    """
     config = context.config
     plan = context.plan
     train = config.train
     engine = config.engine
+    precision: str = engine.precision
+    if precision_reason:
+        precision += f" (auto: {precision_reason})"
     yield (
         f"batch: {counted(train.num_lanes, 'lane')} x {counted(train.step_len, 'token')} = "
         f"{plan.tokens_per_step:,} tokens per step; "
@@ -287,7 +295,7 @@ def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]
     yield (
         f"model: {num_parameters:,} parameters, vocabulary {context.vocab_size:,}, "
         f"memory {counted(train.memory_len, 'token')}; "
-        f"ZeRO-{engine.zero_stage}, {engine.precision}, attention {_attention(config)}"
+        f"ZeRO-{engine.zero_stage}, {precision}, attention {_attention(config)}"
         f"{', CUDA graphs' if engine.replays(on_gpu=uses_gpu()) else ''}"
     )
 

@@ -28,6 +28,7 @@ from txl_dist.artifacts import (
 )
 from txl_dist.config.load import Config, config_changes, load_config
 from txl_dist.config.phases import whole
+from txl_dist.config.schema import Precision
 from txl_dist.errors import ConfigError, translate_errors
 from txl_dist.io.files import atomic_replace, open_regular, parse_object, read_text, unique_path
 from txl_dist.io.hub import local_model
@@ -145,6 +146,25 @@ def _is_early(name: str) -> bool:
     """Return whether a run can have this file before it writes config.toml: a lock, a stop request, or an unfinished
     config.toml."""
     return name.startswith(LOCK) or name in (STOP, f"{SETTINGS}.tmp")
+
+
+def kept_precision(run_dir: Path, *, resume: str = "auto") -> Precision | None:
+    """Return the precision of the run that continues, or None if a new run begins. Imports no torch.
+
+    If `resume` is the folder of a checkpoint, its precision is returned. Otherwise the run directory and its newest
+    checkpoint are read. Raises ConfigError if the settings cannot be read.
+    """
+    if resume in ("auto", "must", "never"):
+        folders = [run_dir, *reversed(list_checkpoints(run_dir))]
+    else:
+        folders = [Path(resume)]
+    for folder in folders:
+        path = folder / SETTINGS
+        if path.is_file():
+            precision = load_config(path).engine.precision
+            if precision != "auto":
+                return precision
+    return None
 
 
 def open_run_dir(run_dir: Path, settings_toml: str) -> None:

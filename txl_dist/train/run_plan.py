@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from txl_dist.config.load import BatchPlan, Config, check_config, check_vocabulary, plan_batch
+from txl_dist.config.load import BatchPlan, Config, changed, check_config, check_vocabulary, plan_batch
 from txl_dist.config.phases import SavedSettings, check_phases, each_phase, saved_settings
 from txl_dist.data.loader.corpora import Corpora, first_stream, open_corpora
 from txl_dist.data.loader.lanes import lanes_of_rank
@@ -22,6 +22,7 @@ from txl_dist.data.loader.target_sampler import TargetSettings
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
+from txl_dist.train.precision import ChosenPrecision
 from txl_dist.train.preflight import StageWarnings, check_hardware, check_text, warnings_on_stage
 from txl_dist.train.report.loggers import check_sinks
 from txl_dist.train.state import EvaluationPlan, RunContext
@@ -46,6 +47,8 @@ class RunPlan(NamedTuple):
     """Phases that have at least one step, in order."""
     num_parameters: int
     """Number of trainable values of the model. Each tied tensor counts once."""
+    precision: ChosenPrecision
+    """Precision of the run, with the reason for it."""
 
     def stage_at(self, step: int) -> Stage:
         """Return the phase that follows `step` finished steps. After the end of the run this is the last phase."""
@@ -55,11 +58,16 @@ class RunPlan(NamedTuple):
         return self.stages[-1]
 
 
-def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
+def plan_run(config: Config, ranks: RankInfo, *, precision: ChosenPrecision | None = None) -> RunPlan:
     """Plan a run on these ranks.
 
+    `precision` replaces engine.precision in all settings of the plan. It is needed if engine.precision is "auto".
     Raises TxlError if the settings, the hardware, the number of ranks and the corpora do not fit together.
     """
+    if precision is None:
+        precision = ChosenPrecision(config.engine.chosen_precision)
+    elif precision.word != config.engine.precision:
+        config = changed(config, {"engine.precision": precision.word})
     check_phases(config)
     phases = list(each_phase(config))
     settings = saved_settings(config)
@@ -71,8 +79,8 @@ def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
             opened = None
         contexts.append(_plan_stage(stage_config, settings, ranks, steps, opened))
     num_parameters = count_parameters(config.model, vocab_size=contexts[0].vocab_size)
-    stages = tuple(Stage(context, warnings_on_stage(context, num_parameters)) for context in contexts)
-    return RunPlan(settings, contexts[0].run_dir, ranks, stages, num_parameters)
+    stages = tuple(Stage(context, warnings_on_stage(context, num_parameters, precision)) for context in contexts)
+    return RunPlan(settings, contexts[0].run_dir, ranks, stages, num_parameters, precision)
 
 
 def _plan_stage(

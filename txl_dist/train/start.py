@@ -49,9 +49,18 @@ from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
 from txl_dist.train.monitoring.watch import Monitor, Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
+from txl_dist.train.precision import ChosenPrecision, agree_on_precision
 from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, quarantine
+from txl_dist.train.run_dir import (
+    check_paths,
+    check_run_dir,
+    evaluated_losses,
+    kept_precision,
+    next_commands,
+    open_run_dir,
+    quarantine,
+)
 from txl_dist.train.run_plan import RunPlan, Stage, plan_run
 from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.warm_start import initial_weights
@@ -186,7 +195,8 @@ def _train(
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
     _check_plugins()
-    plan = run_on_all_ranks(lambda: plan_run(config, ranks))
+    precision = _choose_precision(config, ranks, resume=resume)
+    plan = run_on_all_ranks(lambda: plan_run(config, ranks, precision=precision))
     run_on_rank0(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
         run_on_rank0(lambda: _check_fits(plan))
@@ -230,6 +240,15 @@ def _train(
     callbacks.end(result)
     _leave(plan, state, watch, result)
     return result
+
+
+def _choose_precision(config: Config, ranks: RankInfo, *, resume: str) -> ChosenPrecision:
+    """Return the precision of the run, the same on every rank. A run that continues keeps its precision."""
+    given = config.engine.precision
+    kept = None
+    if given == "auto":
+        kept = run_on_rank0(lambda: kept_precision(Path(config.run.dir), resume=resume))
+    return agree_on_precision(given, kept=kept, device=ranks.device)
 
 
 def _lock(run_dir: Path, stack: ExitStack, member: Member | None) -> RunLock:
@@ -310,7 +329,8 @@ def _begin(plan: RunPlan, watch: Watch, recovery: Recovery, *, resume: str) -> t
     last_step = context.steps.stop
     end = start.stream.advanced((last_step - start.step) * config.train.step_len)
     if stored is None:
-        for line in describe_batch(context, num_parameters=plan.num_parameters):
+        reason = plan.precision.reason
+        for line in describe_batch(context, num_parameters=plan.num_parameters, precision_reason=reason):
             logger.info(line)
         for line in describe_data(context.corpora.train, end, last_step=last_step):
             logger.info(line)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from txl_dist.cli.sweep import run_sweep
-from txl_dist.config.load import Config, config_to_toml
+from txl_dist.config.load import Config, changed, config_to_toml
 from txl_dist.errors import ConfigError
 from txl_dist.launcher import sweep as sweep_file
 from txl_dist.launcher.sweep import (
@@ -101,6 +101,13 @@ def test_a_run_made_with_other_settings_does_not_stand_beside_the_others(tmp_pat
     longer = Config.model_validate({"train": {"max_steps": 7}})
     with pytest.raises(ConfigError, match=r"made with other settings \(train.max_steps \d+ -> 7\)"):
         check_trials(trials_of(longer, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
+
+
+def test_a_run_that_has_replaced_auto_stands_beside_the_others(tmp_path: Path) -> None:
+    base = Config.model_validate({"engine": {"precision": "auto"}})
+    trial, *others = trials_of(base, [RATES], num_seeds=1, out=tmp_path)
+    finish(trial._replace(config=changed(trial.config, {"engine.precision": "bf16"})), loss=3.0)
+    check_trials([trial, *others], check=lambda config: None)
 
 
 def test_without_held_out_text_nothing_is_decided(tmp_path: Path) -> None:

@@ -135,6 +135,14 @@ def test_an_old_gpu_gets_fp16_and_no_kernels() -> None:
     assert as_bf16.as_configured == "T4 has no bf16."
 
 
+def test_the_plan_of_auto_is_bf16_where_the_gpu_has_it_and_fp32_elsewhere() -> None:
+    config = changed(CONFIG, engine={"precision": "auto"})
+    for gpu, precision in (("h100", "bf16"), ("v100-16gb", "fp32")):
+        given = make_plan(config, question=question(gpu)).as_configured
+        assert isinstance(given, Option)
+        assert given.engine.precision == precision
+
+
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.1])
 def test_the_bytes_and_seconds_of_any_order_are_those_of_the_fused_path(attention_dropout: float) -> None:
     """The Triton kernels know causal order only, so a run takes the fused path on every GPU."""

@@ -89,7 +89,12 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     if facts.devices:
         return
     if not facts.num_driver_gpus:
-        yield Finding("GPU", "ok", "none, so runs use the CPU (fp32 is fast there, fp16 and tf32 are refused)")
+        if facts.cpu_bf16.is_fast:
+            precision = "bf16"
+        else:
+            precision = "fp32"
+        found = f"none, so runs use the CPU. engine.precision=auto is {precision} ({facts.cpu_bf16.reason})"
+        yield Finding("GPU", "ok", found)
         return
     cuda = facts.torch_cuda
     hidden = [name for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES") if name in facts.environment]
@@ -301,6 +306,10 @@ def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
 BEARABLE: dict[str, tuple[Verdict, str]] = {
     "driver": ("warning", "Update the older drivers, so that all nodes have the same version."),
     "GPUs": ("warning", "Every step waits for the slowest GPU. Exclude its node, or accept the lower speed."),
+    "bf16 of the CPU": (
+        "warning",
+        "engine.precision=auto is fp32 if a node is slow in bf16. Exclude the slow nodes, or accept the lower speed.",
+    ),
     "ranks": ("warning", "Check the slots in the hostfile if this is not intended."),
 }
 UNBEARABLE: tuple[Verdict, str] = ("problem", "Make the nodes equal: the same image, or the same constraints.txt.")
@@ -314,6 +323,13 @@ def _compared(facts: Facts) -> dict[str, str]:
     values["NCCL"] = facts.backends.get("nccl", "")
     values["driver"] = facts.driver
     values["GPUs"] = ", ".join(device.name for device in facts.devices)
+    if facts.devices:
+        cpu_bf16 = "not used"
+    elif facts.cpu_bf16.is_fast:
+        cpu_bf16 = "fast"
+    else:
+        cpu_bf16 = "slow"
+    values["bf16 of the CPU"] = cpu_bf16
     values["ranks"] = str(facts.num_local_ranks)
     return values
 

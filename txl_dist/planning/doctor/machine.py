@@ -32,6 +32,7 @@ from txl_dist.model.flops import peak_tflops
 from txl_dist.model.kernels.attention_launch import missing_compiler_reason
 from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_disk
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
+from txl_dist.train.precision import Bf16Support, bf16_support
 from txl_dist.train.preflight import drivers_of_gpus
 
 GIB = 2**30
@@ -113,6 +114,8 @@ class Facts:
     """Those of the programs deepspeed, pdsh and ssh that are on PATH."""
     missing_compiler_reason: str
     """Reason why Triton cannot compile. It is empty if Triton can compile."""
+    cpu_bf16: Bf16Support
+    """Whether this machine's CPU is fast in bf16."""
     disk: Disk
     corpus: CorpusShards | None
 
@@ -160,6 +163,7 @@ def gather_facts(*, run_dir: Path, data: str = "") -> Facts:
         broken_launcher_files=tuple(_broken_launcher_files()),
         programs=tuple(name for name in ("deepspeed", "pdsh", "ssh") if shutil.which(name)),
         missing_compiler_reason=missing_compiler_reason(),
+        cpu_bf16=bf16_support(torch.device("cpu")),
         disk=try_disk(run_dir),
         corpus=try_corpus(data) if data else None,
     )

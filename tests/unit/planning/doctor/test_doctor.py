@@ -19,6 +19,7 @@ from txl_dist.planning.doctor.doctor import Report
 from txl_dist.planning.doctor.fabric import Reduce
 from txl_dist.planning.doctor.machine import Device, Facts, gather_facts
 from txl_dist.train.footprint import room
+from txl_dist.train.precision import Bf16Support
 
 H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4)
 DISK = Disk(folder="/runs", kind="ext4", free_gib=900.0, renames=True, locks=True)
@@ -48,6 +49,7 @@ HEALTHY = Facts(
     broken_launcher_files=(),
     programs=("deepspeed", "pdsh", "ssh"),
     missing_compiler_reason="",
+    cpu_bf16=Bf16Support(False, "the processor has neither AMX nor AVX-512 BF16"),
     disk=DISK,
     corpus=CorpusShards(location="/data", tokens=10**9),
 )
@@ -185,6 +187,20 @@ def test_a_node_that_differs_is_named(other: Facts, verdict: str, words: str) ->
     found = list(differences({"a": HEALTHY, "b": other, "c": HEALTHY}))
     assert [one.verdict for one in found] == [verdict]
     assert found[0].found.startswith(words)
+
+
+def test_without_gpus_the_choice_of_engine_precision_auto_is_said_and_compared() -> None:
+    fast = Bf16Support(True, "AMX, products 4.0 times as fast as in fp32")
+    nodes = {
+        "a": no_gpu(num_driver_gpus=0),
+        "b": no_gpu(num_driver_gpus=0, cpu_bf16=fast),
+    }
+    found = [finding.found for facts in nodes.values() for finding in judge(facts) if finding.name == "GPU"]
+    begin = "none, so runs use the CPU. engine.precision=auto is"
+    assert found[0] == f"{begin} fp32 (the processor has neither AMX nor AVX-512 BF16)"
+    assert found[1] == f"{begin} bf16 (AMX, products 4.0 times as fast as in fp32)"
+    (difference,) = differences(nodes)
+    assert (difference.verdict, difference.found) == ("warning", "bf16 of the CPU: slow on a; fast on b")
 
 
 def test_equal_nodes_do_not_differ() -> None:
