@@ -97,7 +97,8 @@ def _samples(documents: Iterable[Tokens]) -> Iterator[list[Tokens]]:
 class _TarStream:
     """Writer of a tar that computes the sha256 of the written bytes.
 
-    Mode and owner in the headers are those of webdataset's writer, which is not used because it imports torch.
+    The bytes are those of `webdataset.TarWriter(stream, encoder=False, mtime=0)`. That writer is not used, because it
+    is slower and imports torch in every worker.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
