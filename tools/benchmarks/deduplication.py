@@ -8,7 +8,7 @@ documents are edited copies of other passages: up to a tenth of the words is rep
 
     packages  rensa, and datasketch if installed: text per CPU second, and the error of the estimated similarity
     quality   documents that were dropped, compared with those that an exact comparison of all pairs drops
-    cost      CPU seconds of the whole preparation with one worker, with and without a search, best of the rounds
+    cost      CPU seconds of the whole preparation with one worker, and of the search in it, best of the rounds
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +35,6 @@ from tools.benchmarks.prepare import learn, read_texts, write
 from txl_dist.errors import TxlError
 
 THRESHOLDS = (0.7, 0.8, 0.9)
-POLICIES = ("ignore", "estimate", "drop")
 NUM_HASHES = 128
 SHARE_OF_COPIES = 0.25
 
@@ -221,25 +222,36 @@ def missing_documents(tokens: list[npt.NDArray[Any]], corpus: Path) -> set[int]:
 
 
 def measure_cost(documents: list[str], folder: Path, tokenizer: Path, *, rounds: int) -> None:
-    """Print CPU seconds of a preparation without a search, with the estimate of the default, and with dropping.
+    """Print CPU seconds of a preparation that drops near duplicates, and of the search in it."""
+    from txl_dist.data.prepare import merge, tokenize
 
-    All variants take turns in each round.
-    """
     source = folder / "all.jsonl"
     num_bytes = write(source, documents)
-    seconds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    best: dict[str, float] = {}
     for _ in announced(range(1, rounds + 1), what="round"):
-        for policy in POLICIES:
-            begin = time.process_time()
-            prepare(source, folder, tokenizer, near_duplicates=policy)
-            seconds[policy].append(time.process_time() - begin)
-            shutil.rmtree(folder / "corpus")
+        seconds = {"whole": 0.0, "sign": 0.0, "band_table": 0.0, "find_near": 0.0}
+        with ExitStack() as patches:
+            for module, name in ((tokenize, "sign"), (tokenize, "band_table"), (merge, "find_near")):
+                function = timed(getattr(module, name), name, seconds)
+                patches.enter_context(patch.object(module, name, function))
+            timed(prepare, "whole", seconds)(source, folder, tokenizer, near_duplicates="drop")
+        shutil.rmtree(folder / "corpus")
+        best = {name: min(spent, best.get(name, spent)) for name, spent in seconds.items()}
     print(f"cost: {num_bytes / 1e6:.1f} MB of text in {len(documents):,} documents, 1 worker, best of {rounds}")
-    least = min(seconds["ignore"])
-    for policy in POLICIES:
-        best = min(seconds[policy])
-        more = (best - least) / (num_bytes / 1e9)
-        print(f"  {policy:<10} {best:8.2f} CPU seconds   {more:+7.1f} per GB compared with ignore")
+    for name, spent in best.items():
+        print(f"  {name:<12} {spent:8.2f} CPU seconds   {spent / (num_bytes / 1e9):7.1f} per GB")
+
+
+def timed(function: Callable[..., Any], name: str, seconds: dict[str, float]) -> Callable[..., Any]:
+    """Return a function that calls `function`, and adds its CPU seconds to `seconds[name]`."""
+
+    def call(*arguments: Any, **settings: Any) -> Any:
+        begin = time.process_time()
+        result = function(*arguments, **settings)
+        seconds[name] += time.process_time() - begin
+        return result
+
+    return call
 
 
 def prepare(source: Path, folder: Path, tokenizer_file: Path, **settings: Any) -> None:
