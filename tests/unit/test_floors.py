@@ -37,7 +37,7 @@ HOUSE = (
 INSIDE = {
     "config": ("flags foreign_names registry renamed", "schema", "load", "phases"),
     "console": ("echo formatting suggest", "logging", "progress"),
-    "data": ("format workers", "storage", "loader", "verify", "prepare"),
+    "data": ("format workers", "ray_workers", "storage", "loader", "verify", "prepare"),
     "distributed": ("malloc processes rank_environment socket_cut", "connection rendezvous", "collectives", "recovery"),
     "train": (
         "callbacks run_dir schedule stability warm_start",

@@ -103,10 +103,12 @@ def measure_gain(output: Path, settings: dict[str, Any], *, num_bytes: int, roun
 
 def timed(output: Path, settings: dict[str, Any]) -> float:
     """Prepare a corpus and return the seconds."""
+    from txl_dist.data.prepare.cluster import prepare_on_cluster
     from txl_dist.data.prepare.run import prepare_corpus
 
+    prepare = prepare_on_cluster if "cluster" in settings else prepare_corpus
     begin = time.perf_counter()
-    prepare_corpus(output, overwrite=True, **settings)
+    prepare(output, overwrite=True, **settings)
     return time.perf_counter() - begin
 
 

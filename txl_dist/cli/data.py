@@ -81,7 +81,13 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
 
     start_logging()
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareSettings)}
-    echo("\n".join(prepare_corpus(arguments.out, **settings).lines()))
+    if arguments.cluster:
+        from txl_dist.data.prepare.cluster import prepare_on_cluster
+
+        summary = prepare_on_cluster(arguments.out, **settings)
+    else:
+        summary = prepare_corpus(arguments.out, **settings)
+    echo("\n".join(summary.lines()))
 
 
 def _reindex(arguments: PrepareArguments) -> None:

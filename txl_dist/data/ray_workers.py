@@ -133,7 +133,7 @@ class RayWorkers(Workers):
             raise _error_of_task(error) from None
         except self._ray.exceptions.RayError as error:
             raise DataError(
-                f"a task was lost on {_MAX_RETRIES + 1} nodes or processes, perhaps because host memory ran out: "
+                f"a task was lost again and again (tries: {_MAX_RETRIES + 1}), perhaps because host memory ran out: "
                 f"{first_line(error)}. Give each CPU of the cluster more memory, then run the same command again. It "
                 "keeps the work that is finished."
             ) from error

@@ -32,6 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -130,13 +131,14 @@ class _Output:
 
 
 def prepare_on_cluster(
-    output: str | Path, settings: PrepareSettings, *, workers: Workers | None = None
+    output: str | Path, *, workers: Workers | None = None, **settings_of_user: Any
 ) -> PrepareSummary:
-    """Prepare a corpus on the cluster that `settings.cluster` names. Returns and raises what `prepare_corpus` does.
+    """Prepare a corpus on the cluster that the setting `cluster` names. Returns and raises what `prepare_corpus` does.
 
-    `workers` is an executor to use instead of the cluster. Also raises UnreachableError if the cluster or a shared
-    folder cannot be reached.
+    `output` is a folder that all nodes see, or a URL. `workers` is an executor to use instead of the cluster. Also
+    raises UnreachableError if the cluster or a shared folder cannot be reached.
     """
+    settings = PrepareSettings(**settings_of_user).completed()
     out = _output_of(output, settings)
     check_learning(settings)
     if settings.name is not None:

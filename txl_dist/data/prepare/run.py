@@ -157,9 +157,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     """
     job_settings = PrepareSettings(**settings).completed()
     if job_settings.cluster:
-        from txl_dist.data.prepare.cluster import prepare_on_cluster
-
-        return prepare_on_cluster(output, job_settings)
+        raise ConfigError("prepare_corpus uses this machine only. For a cluster, call prepare_on_cluster.")
     if "://" in str(output):
         raise ConfigError(
             f"the output {output} is a URL. Give a local folder, and copy the finished corpus from it to the URL, or "

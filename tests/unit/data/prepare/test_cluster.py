@@ -12,7 +12,6 @@ import pytest
 from tests.helpers.corpora import random_texts, write_jsonl
 from txl_dist.data.prepare import cluster, cluster_tasks
 from txl_dist.data.prepare.cluster import prepare_on_cluster
-from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.run import PrepareSummary, prepare_corpus
 from txl_dist.data.workers import PoolWorkers
 from txl_dist.errors import ConfigError, DataError
@@ -22,8 +21,7 @@ SETTINGS: dict[str, Any] = {"kind": "byte", "valid_fraction": 0.1, "shard_len": 
 
 def on_cluster(output: str | Path, **settings: Any) -> PrepareSummary:
     """Prepare with the tasks of a cluster, all of which run in this process."""
-    completed = PrepareSettings(cluster="ray", **settings).completed()
-    return prepare_on_cluster(output, completed, workers=PoolWorkers(None, 1))
+    return prepare_on_cluster(output, workers=PoolWorkers(None, 1), cluster="ray", **settings)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -139,5 +137,5 @@ def test_a_file_that_changes_between_the_scan_and_the_encoding_is_noticed(
 )
 def test_what_a_cluster_cannot_do_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare_corpus(tmp_path / "out", **{"inputs": ["stdlib"], **settings})
+        prepare_on_cluster(tmp_path / "out", **{"inputs": ["stdlib"], **settings})
     assert not list(tmp_path.iterdir())

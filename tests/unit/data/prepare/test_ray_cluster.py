@@ -19,6 +19,7 @@ import pytest
 from tests.helpers.corpora import random_texts, write_jsonl
 from tests.unit.data.prepare.test_cluster import content_of
 from txl_dist.data import ray_workers
+from txl_dist.data.prepare.cluster import prepare_on_cluster
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.errors import ConfigError, DataError, UnreachableError
 
@@ -80,7 +81,7 @@ def killed_when(path: Path, pattern: str, number: int, kill: Any) -> threading.T
 def test_two_nodes_make_the_corpus_of_one_machine(tmp_path: Path, source: Path, cluster: Any) -> None:
     prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
     second_node(cluster)
-    prepare_corpus(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
+    prepare_on_cluster(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
     assert not (tmp_path / ".many.prepare").exists()
 
@@ -92,7 +93,7 @@ def test_a_node_with_other_software_is_refused_before_any_work(
     other = ray_workers.software()._replace(txl_dist="0.0.1")
     monkeypatch.setattr(ray_workers, "software", lambda: other)
     with pytest.raises(DataError, match=r"has other software than .*: txl_dist .* instead of 0\.0\.1"):
-        prepare_corpus(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
+        prepare_on_cluster(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
     assert not list(tmp_path.glob("*many*"))
 
 
@@ -103,7 +104,7 @@ def test_a_killed_node_costs_only_its_parts(tmp_path: Path, source: Path, cluste
     kill = killed_when(
         tmp_path / ".many.prepare", "part-*.json", 8, lambda: cluster.remove_node(victim, allow_graceful=False)
     )
-    prepare_corpus(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
+    prepare_on_cluster(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
     kill.join()
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
 
@@ -113,7 +114,7 @@ def test_a_killed_node_costs_only_its_parts(tmp_path: Path, source: Path, cluste
 def test_killed_nodes_and_killed_drivers_change_nothing(tmp_path: Path, source: Path, cluster: Any, seed: int) -> None:
     prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
     settings = {**SETTINGS, "inputs": [str(source)], "cluster": f"ray={cluster.address}"}
-    code = f"from txl_dist.data.prepare.run import prepare_corpus\nprepare_corpus('many', **{settings!r})"
+    code = f"from txl_dist.data.prepare.cluster import prepare_on_cluster\nprepare_on_cluster('many', **{settings!r})"
     draw = random.Random(seed)
     scratch = tmp_path / ".many.prepare"
     for pattern, most in (("part-*.json", 40), ("shard-*.json", 2)):
@@ -123,7 +124,7 @@ def test_killed_nodes_and_killed_drivers_change_nothing(tmp_path: Path, source: 
         assert driver.returncode == -9
     victim = second_node(cluster)
     killed_when(scratch / "corpus", "*.idx", 4, lambda: cluster.remove_node(victim, allow_graceful=False))
-    summary = prepare_corpus(tmp_path / "many", **settings)
+    summary = prepare_on_cluster(tmp_path / "many", **settings)
     assert summary.parts_kept > 40
     assert summary.shards_kept >= 1
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
@@ -132,17 +133,17 @@ def test_killed_nodes_and_killed_drivers_change_nothing(tmp_path: Path, source: 
 def test_a_missing_package_gets_the_line_for_pip(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'txl_dist\[ray\]'"):
-        prepare_corpus(tmp_path / "many", inputs=[source], cluster="ray", **SETTINGS)
+        prepare_on_cluster(tmp_path / "many", inputs=[source], cluster="ray", **SETTINGS)
     assert not list(tmp_path.glob("*many*"))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_an_unreachable_cluster_is_refused_before_any_work(tmp_path: Path, source: Path, address: str) -> None:
     with pytest.raises(UnreachableError, match=rf"no Ray cluster answers at {address}: .*ray start --head"):
-        prepare_corpus(tmp_path / "many", inputs=[source], cluster=f"ray={address}", **SETTINGS)
+        prepare_on_cluster(tmp_path / "many", inputs=[source], cluster=f"ray={address}", **SETTINGS)
     assert not list(tmp_path.glob("*many*"))
 
 
 def test_an_address_without_a_port_is_refused(tmp_path: Path, source: Path) -> None:
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
-        prepare_corpus(tmp_path / "many", inputs=[source], cluster="ray=head", **SETTINGS)
+        prepare_on_cluster(tmp_path / "many", inputs=[source], cluster="ray=head", **SETTINGS)
