@@ -43,9 +43,11 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tokenizer", [{"kind": "byte"}, {"kind": "bpe", "vocab_size": 300}])
-def test_a_cluster_makes_the_corpus_of_one_machine(tmp_path: Path, source: Path, tokenizer: dict[str, Any]) -> None:
-    settings = {**SETTINGS, **tokenizer, "inputs": [source]}
+@pytest.mark.parametrize(
+    "changed", [{"near_duplicates": "drop"}, {"near_duplicates": "ignore"}, {"kind": "bpe", "vocab_size": 300}]
+)
+def test_a_cluster_makes_the_corpus_of_one_machine(tmp_path: Path, source: Path, changed: dict[str, Any]) -> None:
+    settings = {**SETTINGS, **changed, "inputs": [source]}
     prepare_corpus(tmp_path / "one", **settings)
     summary = on_cluster(tmp_path / "many", block_bytes=2048, **settings)
     assert len(summary.corpus.splits["train"].shards) > 3
