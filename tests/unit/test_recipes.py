@@ -37,6 +37,7 @@ VOCABULARIES = {
     "classic-books-bpe": 4_096,
     "stdlib": 4_096,
     "xlnet": 32_000,
+    "web": 32_768,
 }
 """Ids of a corpus as the papers or our own recipes read it, by its folder in data/."""
 PUBLISHED = {
@@ -65,8 +66,9 @@ UNPUBLISHED = {
     "xlnet_base": 116_722_688,
     "xlnet_large": 360_227_072,
     "xlnet_cpu": 1_386_112,
+    "xl_300m": 306_360_339,
 }
-OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib", "xlnet")
+OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib", "xlnet", "web")
 """Which no paper has."""
 
 
@@ -87,6 +89,10 @@ def corpus_of(name: str) -> str:
 def assumed_ranks(name: str) -> int:
     """The number in the header's own command."""
     found = re.findall(r"--num_(?:gpus|accelerators) (\d+) --module txl_dist train configs/(\w+)\.toml", header(name))
+    nodes = re.findall(
+        r"sbatch --nodes (\d+) --gpus-per-node (\d+) launch/slurm\.sbatch configs/(\w+)\.toml", header(name)
+    )
+    found += [(str(int(count) * int(gpus)), file) for count, gpus, file in nodes]
     assert [file for _, file in found] == [name]
     return int(found[0][0])
 
