@@ -17,8 +17,8 @@ from txl_dist.artifacts import list_checkpoints
 from txl_dist.config.load import load_config
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import TxlError
-from txl_dist.train import precision
-from txl_dist.train.precision import Bf16Support, ChosenPrecision
+from txl_dist.train.engine import precision
+from txl_dist.train.engine.precision import Bf16Support, ChosenPrecision
 
 pytestmark = pytest.mark.dist
 

@@ -15,10 +15,10 @@ from txl_dist.config.schema import paths_of_sets
 from txl_dist.data.loader.stream_state import continued
 from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.planning.text import per_token
+from txl_dist.train.engine.precision import bf16_support, choose_precision, needs_support
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
-from txl_dist.train.precision import bf16_support, choose_precision, needs_support
 from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
 from txl_dist.train.run_dir import kept_precision
 from txl_dist.train.run_plan import plan_run

@@ -28,7 +28,7 @@ from txl_dist.model.kernels.attention_launch import (
     unsupported_reason,
     unsupported_shape_reason,
 )
-from txl_dist.train.precision import ChosenPrecision
+from txl_dist.train.engine.precision import ChosenPrecision
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20

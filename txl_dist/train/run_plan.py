@@ -22,7 +22,7 @@ from txl_dist.data.loader.target_sampler import TargetSettings
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
-from txl_dist.train.precision import ChosenPrecision
+from txl_dist.train.engine.precision import ChosenPrecision
 from txl_dist.train.preflight import StageWarnings, check_hardware, check_text, warnings_on_stage
 from txl_dist.train.report.loggers import check_sinks
 from txl_dist.train.state import EvaluationPlan, RunContext

@@ -40,6 +40,7 @@ from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.recovery import InJobRecovery, Recovery
 from txl_dist.train.checkpoint.slots import Share
+from txl_dist.train.engine.precision import ChosenPrecision, agree_on_precision
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
@@ -49,7 +50,6 @@ from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
 from txl_dist.train.monitoring.watch import Monitor, Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
-from txl_dist.train.precision import ChosenPrecision, agree_on_precision
 from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import (

@@ -31,8 +31,8 @@ from txl_dist.launcher.deepspeed_files import environment_files
 from txl_dist.model.flops import peak_tflops
 from txl_dist.model.kernels.attention_launch import missing_compiler_reason
 from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_disk
+from txl_dist.train.engine.precision import Bf16Support, bf16_support
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
-from txl_dist.train.precision import Bf16Support, bf16_support
 from txl_dist.train.preflight import drivers_of_gpus
 
 GIB = 2**30

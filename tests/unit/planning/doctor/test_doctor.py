@@ -18,8 +18,8 @@ from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_di
 from txl_dist.planning.doctor.doctor import Report
 from txl_dist.planning.doctor.fabric import Reduce
 from txl_dist.planning.doctor.machine import Device, Facts, gather_facts
+from txl_dist.train.engine.precision import Bf16Support
 from txl_dist.train.footprint import room
-from txl_dist.train.precision import Bf16Support
 
 H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4)
 DISK = Disk(folder="/runs", kind="ext4", free_gib=900.0, renames=True, locks=True)

@@ -14,8 +14,8 @@ from txl_dist.config.load import Config, config_from_dict, config_to_toml, load_
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.planning import dry_run as dry_run_file
 from txl_dist.planning.dry_run import dry_run
-from txl_dist.train import precision as precision_file
-from txl_dist.train.precision import (
+from txl_dist.train.engine import precision as precision_file
+from txl_dist.train.engine.precision import (
     Bf16Support,
     ChosenPrecision,
     bf16_instructions,
