@@ -257,6 +257,14 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
+def best_step(steps: Collection[int], losses: Mapping[int, float]) -> set[int]:
+    """Return the step in `steps` with the lowest validation loss, as a set, which is empty if no step was evaluated."""
+    evaluated = {step: loss for step, loss in losses.items() if step in steps}
+    if evaluated:
+        return {min(evaluated, key=evaluated.__getitem__)}
+    return set()
+
+
 def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
     """Return the steps whose checkpoints are kept: the last `keep_last` steps, the multiples of `keep_every`, and the
     steps in `best`.

@@ -656,6 +656,9 @@ class CheckpointSection(Section):
     asynchronous: Annotated[bool, FREE] = True
     """Write checkpoints while training continues. A step waits only for the copy of the whole checkpoint into host
     memory."""
+    mirror: Annotated[str, FREE] = ""
+    """URL in object storage, for example s3://bucket/run, to which checkpoints and records are copied while training
+    continues. A start with an empty run directory resumes from it. Empty means no copies."""
 
 
 class GuardSection(Section):

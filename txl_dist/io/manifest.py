@@ -22,7 +22,8 @@ from txl_dist.errors import CheckpointError
 from txl_dist.io.files import (
     canonical_hash,
     flush_folder,
-    read_json,
+    parse_json,
+    read_bytes,
     resolve_inside,
     sha256_of_file,
     unique_path,
@@ -83,6 +84,29 @@ def replace_folder(temporary: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def listed_files(manifest: bytes, *, where: str) -> dict[str, Any]:
+    """Return the entries of a manifest, a size in bytes and a sha256 for each file name.
+
+    `where` names the manifest in messages. Raises CheckpointError if the manifest is damaged or of another version.
+    """
+    try:
+        content = parse_json(manifest)
+        expected_hash = content.pop("self_sha256")
+        files: dict[str, Any] = dict(content["files"])
+        version = content["format_version"]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{where} cannot be read ({error!r})") from error
+    if canonical_hash(content) != expected_hash:
+        raise CheckpointError(f"{where} does not match its own hash")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where} has format version {version}, but this version of txl_dist reads {FORMAT_VERSION}"
+        )
+    if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()):
+        raise CheckpointError(f"{where} does not list the size and the sha256 of every file")
+    return files
+
+
 def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """Return one line for each difference of a folder from its manifest.
 
@@ -91,20 +115,13 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
     """
     path = folder / MANIFEST
     try:
-        content = read_json(path)
-        expected_hash = content.pop("self_sha256")
-        files: dict[str, Any] = dict(content["files"])
-        version = content["format_version"]
+        files = listed_files(read_bytes(path), where=str(path))
     except FileNotFoundError:
         return [f"{path} is missing"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except OSError as error:
         return [f"{path} cannot be read ({error!r})"]
-    if canonical_hash(content) != expected_hash:
-        return [f"{path} does not match its own hash"]
-    if version != FORMAT_VERSION:
-        return [f"{path} has format version {version}, but this version of txl_dist reads {FORMAT_VERSION}"]
-    if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()):
-        return [f"{path} does not list the size and the sha256 of every file"]
+    except CheckpointError as error:
+        return [str(error)]
     problems = []
     if part == 0:
         for name in files_of(folder):

@@ -38,6 +38,7 @@ from txl_dist.train.checkpoint.callback_states import read_states
 from txl_dist.train.checkpoint.engine_probe import check_probe
 from txl_dist.train.checkpoint.manager import CheckpointManager
 from txl_dist.train.checkpoint.memories import first_memories
+from txl_dist.train.checkpoint.mirror.mirror import Mirror
 from txl_dist.train.checkpoint.read import load_checkpoint
 from txl_dist.train.checkpoint.recovery import Recovery
 from txl_dist.train.checkpoint.rewind import find_rewind
@@ -61,7 +62,7 @@ from txl_dist.train.stepper import Stepper
 
 _PATIENCE_S = {"stopped": 15.0, "phase": 900.0, "done": 900.0}
 """Seconds for which a failed final checkpoint is retried, by the event that ends the loop. The time is short after a
-stop request, and long at the end of a phase or of the run."""
+stop request, and long at the end of a phase or of the run. The upload of the final checkpoint gets the same time."""
 _GROUP_GRACE_S = 30
 """Number of seconds between the watchdog's limit and the timeout of collectives. Collectives time out later, so the
 watchdog reports a hang first. Its message names the rank at fault."""
@@ -95,7 +96,8 @@ class TrainingRun:
 
     `go` runs the loop. `start` is the result of the checks, and `engine` holds the model and the optimizer. `watch`
     holds the monitors of the run, such as the watchdog. `profile` traces some steps, and `callbacks` are the user's own
-    code. `recovery` stores the state after each step, if lost ranks are to be replaced.
+    code. `recovery` stores the state after each step, if lost ranks are to be replaced. `mirror` uploads checkpoints,
+    or is None.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class TrainingRun:
         profile: StepProfile,
         callbacks: Callbacks,
         recovery: Recovery,
+        mirror: Mirror | None = None,
     ) -> None:
         config = context.config
         self.context = context
@@ -155,6 +158,7 @@ class TrainingRun:
             newest=start.newest,
             evaluated=self.evaluated,
             callbacks=self.callbacks,
+            mirror=mirror,
         )
 
     def go(self) -> TrainState:
@@ -188,6 +192,8 @@ class TrainingRun:
                 self.saving.finish_last(state, patience_s=_PATIENCE_S[ending], stopped=self.stopped)
             self._report_clipping(step=state.step)
             self.reporter.write("event", {"event": ending, "step": state.step})
+            if ending != "phase":
+                self.saving.finish_mirror(patience_s=_PATIENCE_S[ending])
         finally:
             self.recovery.leave(self.saving.abandon)
             self.reporter.close()

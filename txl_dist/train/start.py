@@ -37,6 +37,7 @@ from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, Unr
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
+from txl_dist.train.checkpoint.mirror.mirror import Mirror, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.recovery import InJobRecovery, Recovery
 from txl_dist.train.checkpoint.slots import Share
@@ -207,14 +208,19 @@ def _train(
         nonce += f"g{member.generation}"  # a folder of an older generation is never taken for one of this generation
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
+    mirror = _mirror_of(config, ranks, watch, member, resume=resume)
+    if mirror is not None:
+        stack.callback(mirror.close)
     recovery = _recovery_of(
         member, ranks, zero_stage=config.engine.zero_stage, partner_every=config.recover.partner_every
     )
     stack.callback(recovery.close)
+    to_ask = mirror
     while True:
-        context, start, engine = _begin(plan, watch, recovery, resume=resume)
+        context, start, engine = _begin(plan, watch, recovery, to_ask, resume=resume)
+        to_ask = None  # from now on the disk has the newest checkpoint
         with _closing(engine, ranks, member):
-            run = TrainingRun(context, start, engine, watch, profile, callbacks, recovery)
+            run = TrainingRun(context, start, engine, watch, profile, callbacks, recovery, mirror)
             state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
@@ -298,11 +304,29 @@ def _closing(engine: Engine, ranks: RankInfo, member: Member | None) -> Iterator
     engine.close()
 
 
-def _begin(plan: RunPlan, watch: Watch, recovery: Recovery, *, resume: str) -> tuple[RunContext, Start, Engine]:
+def _mirror_of(config: Config, ranks: RankInfo, watch: Watch, member: Member | None, *, resume: str) -> Mirror | None:
+    """Open the mirror of the run, if it has one. All ranks call it together.
+
+    A job that has lost a rank continues without a mirror that cannot be reached. Otherwise such a mirror raises
+    ConfigError on all ranks.
+    """
+    try:
+        return open_mirror(config, ranks, watch, resume=resume)
+    except TxlError as error:
+        if member is None or member.generation == 1:
+            raise
+        warn_for_all("mirror: %s Training continues without uploads until the next start", error)
+        return None
+
+
+def _begin(
+    plan: RunPlan, watch: Watch, recovery: Recovery, mirror: Mirror | None, *, resume: str
+) -> tuple[RunContext, Start, Engine]:
     """Start the phase in which the run continues: choose a checkpoint, open the run directory, build the engine.
 
-    After the loss of a rank the newest stored state takes the place of a checkpoint, if there is one. Returns (the
-    context of the phase, the result of the checks, the engine).
+    After the loss of a rank the newest stored state takes the place of a checkpoint, if there is one. If the newest
+    checkpoint is only in `mirror`, it is downloaded. Returns (the context of the phase, the result of the checks, the
+    engine).
     """
     stored = recovery.take_stored()
     if stored is not None and stored.step > plan.stage_at(stored.step).context.steps.start:
@@ -310,7 +334,8 @@ def _begin(plan: RunPlan, watch: Watch, recovery: Recovery, *, resume: str) -> t
         stage = plan.stage_at(stored.step)
     else:
         stored = None  # a phase begins from the checkpoint of the phase before
-        choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
+        examined = mirror.bring_newest(resume) if mirror is not None else {}
+        choice = choose_together(plan.run_dir, resume, ranks=plan.ranks, examined=examined)
         stage = plan.stage_at(choice.saved.step if choice.saved else 0)
     context = stage.context
     config = context.config
@@ -325,6 +350,8 @@ def _begin(plan: RunPlan, watch: Watch, recovery: Recovery, *, resume: str) -> t
     if config.run.init and start.step == 0:
         weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first))
     run_on_rank0(lambda: _open_run(plan, start))
+    if mirror is not None:
+        mirror.begin(start.newest, losses=start.evaluated)
     watch.watchdog.write_stacks_to(plan.run_dir / STACKS)
     last_step = context.steps.stop
     end = start.stream.advanced((last_step - start.step) * config.train.step_len)

@@ -95,6 +95,8 @@ def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
 
 def _options(protocol: str) -> dict[str, Any]:
     """Return the arguments with which fsspec opens the file system of a scheme."""
+    if protocol == "file":
+        return {"auto_mkdir": True}  # as on an object store, where folders need not be made
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_dist.artifacts import checkpoint_folder, list_checkpoints, step_of, steps_to_keep
+from txl_dist.artifacts import best_step, checkpoint_folder, list_checkpoints, step_of, steps_to_keep
 from txl_dist.console.logging import warn_for_all
 from txl_dist.distributed.collectives import StepFlags, all_reduce_flags, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import CheckpointError, TrainingError, raised_everywhere
@@ -29,6 +29,7 @@ from txl_dist.train.batch import BatchMaker
 from txl_dist.train.callbacks import Callbacks, SaveEnd
 from txl_dist.train.checkpoint.callback_states import CallbackStates, packed_states
 from txl_dist.train.checkpoint.engine_probe import make_probes
+from txl_dist.train.checkpoint.mirror.mirror import Mirror
 from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import MetricReporter
@@ -56,13 +57,14 @@ class CheckpointManager:
         newest: Path | None,
         evaluated: Mapping[int, float],
         callbacks: Callbacks,
+        mirror: Mirror | None = None,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the parts of the run that a save needs.
 
         `newest` is the checkpoint that the run resumed, or None. `evaluated` maps each evaluated step to its validation
-        loss, and the run adds later evaluations to it. `clock_s` returns the time in seconds for
-        `checkpoint.every_minutes`.
+        loss, and the run adds later evaluations to it. `mirror` uploads the checkpoints, or is None. `clock_s` returns
+        the time in seconds for `checkpoint.every_minutes`.
         """
         self._saver = saver
         self._engine = engine
@@ -74,6 +76,7 @@ class CheckpointManager:
         self._newest = newest
         self._evaluated = evaluated
         self._callbacks = callbacks
+        self._mirror = mirror
         self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
         self._retry_at = 0
         self._clock_s = clock_s
@@ -175,6 +178,8 @@ class CheckpointManager:
                 self._prune(self._newest)  # the user may have lowered checkpoint.keep_last to free space
             return False
         self._newest = result.folder
+        if self._mirror is not None:
+            self._mirror.save(result.folder, result.files_by_rank, losses=self._losses_to_keep())
         if self._context.ranks.is_rank0:
             self._prune(result.folder)
         failpoint("saved", step=result.step)
@@ -286,10 +291,38 @@ class CheckpointManager:
             is_asked, is_over, _ = all_reduce_flags(local, world_size=self._context.ranks.world_size)
         return is_asked
 
+    def finish_mirror(self, *, patience_s: float) -> None:
+        """Wait at the end of the run until the mirror has the last checkpoint and all records, at most `patience_s`
+        seconds.
+
+        A stop request that arrives after `finish_last` began ends the wait. The state is saved on the disk in any case.
+        """
+        if self._mirror is None:
+            return
+        self._mirror.finish_records()
+        end_s = time.monotonic() + patience_s
+        is_over = is_asked = False
+        while not is_over and not is_asked:
+            self._watch.beat("wait for the mirror")
+            is_done = self._mirror.is_idle or time.monotonic() >= end_s
+            local = StepFlags(stop=self._is_asked_to_leave(), written=is_done)
+            is_asked, is_over, _ = all_reduce_flags(local, world_size=self._context.ranks.world_size)
+            if not is_over and not is_asked:
+                time.sleep(_POLL_S)
+        if not self._mirror.is_idle:
+            warn_for_all(
+                "mirror: the run ends before %s is in %s. The checkpoint is on the disk, and the next start of the "
+                "same command uploads it",
+                self._newest.name if self._newest else "the last checkpoint",
+                self._mirror.url,
+            )
+
     def set_newest(self, folder: Path) -> None:
         """Set the newest checkpoint after a rewind, a return of the run to an earlier checkpoint. Steps that are
         repeated after the rewind are saved again."""
         self._newest = folder
+        if self._mirror is not None:
+            self._mirror.forget(step_of(folder))
 
     def _is_asked_to_leave(self) -> bool:
         """Return whether this rank received a stop request during the last save. The request that caused the save does
@@ -315,11 +348,10 @@ class CheckpointManager:
             return
         try:
             steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
-            if checkpoint.keep_best:
-                best = self._best_step(steps)
-            else:
-                best = set()
+            best = best_step(steps, self._losses_to_keep())
             keep = steps_to_keep(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
+            if self._mirror is not None:
+                keep |= self._mirror.steps_in_use()
             leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
         except OSError as error:
             warn_for_all("older checkpoints cannot be removed: %s", error)
@@ -328,15 +360,12 @@ class CheckpointManager:
         self._removal = threading.Thread(target=_remove, args=(leaving, step_of(newest)), name="prune", daemon=True)
         self._removal.start()
 
-    def _best_step(self, steps: list[int]) -> set[int]:
-        """Return the step in `steps` with the lowest validation loss, as a set.
-
-        The set is empty if no step in `steps` was evaluated.
-        """
-        losses = {step: loss for step, loss in self._evaluated.items() if step in steps}
-        if losses:
-            return {min(losses, key=losses.__getitem__)}
-        return set()
+    def _losses_to_keep(self) -> Mapping[int, float]:
+        """Return the validation losses by which the best checkpoint is kept. They are empty without
+        `checkpoint.keep_best`."""
+        if self._context.config.checkpoint.keep_best:
+            return self._evaluated
+        return {}
 
 
 def _buffers_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:

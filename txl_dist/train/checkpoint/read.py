@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -170,22 +171,27 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     return Choice(saved, remarks + [f"skipped a damaged checkpoint, {reason}" for reason in rejected])
 
 
-def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
+def choose_together(
+    run_dir: Path, resume: str, *, ranks: RankInfo, examined: Mapping[Path, Examination] = MappingProxyType({})
+) -> Choice:
     """Choose the checkpoint on rank 0 by `choose_checkpoint`, where each rank hashes a share of the files.
 
     All ranks call this function together. Only rank 0 lists folders, because on a network file system the cache of
-    another node may show an older listing.
+    another node may show an older listing. `examined` has the results of checks that were made before.
     """
     if not ranks.is_rank0:
         nothing: Path | None = None
         while (folder := broadcast_object(nothing)) is not None:
             examine_together(folder, ranks)
 
+    def look(folder: Path) -> Examination:
+        if folder in examined:
+            return examined[folder]
+        return examine_together(broadcast_object(folder), ranks)
+
     def choose() -> Choice:
         try:
-            return choose_checkpoint(
-                run_dir, resume, look=lambda folder: examine_together(broadcast_object(folder), ranks)
-            )
+            return choose_checkpoint(run_dir, resume, look=look)
         finally:
             broadcast_object(None)
 

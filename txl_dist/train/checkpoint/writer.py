@@ -69,6 +69,8 @@ class SaveResult(NamedTuple):
     gib: float
     error: str
     """Reason why the checkpoint could not be written. It is empty if the checkpoint is complete on disk."""
+    files_by_rank: list[list[str]]
+    """Names of the files that each rank has written."""
 
 
 class AsyncWriter:
@@ -161,6 +163,7 @@ class AsyncWriter:
             local_reason = _explained(self._error, temporary, needed=self._needed)
         parts = gather_on_rank0((self._written, local_reason))
         reasons = [reason for _, reason in parts if reason is not None]
+        files_by_rank = [list(written) for written, _ in parts]
         facts_by_file = {name: facts for written, _ in parts for name, facts in written.items()}
 
         def commit() -> None:
@@ -180,8 +183,8 @@ class AsyncWriter:
             run_on_all_ranks(
                 lambda: shutil.rmtree(temporary, ignore_errors=True) if self.context.ranks.is_rank0 else None
             )
-            return SaveResult(step, final, self._needed / 2**30, str(error))
-        return SaveResult(step, final, self._needed / 2**30, "")
+            return SaveResult(step, final, self._needed / 2**30, str(error), files_by_rank)
+        return SaveResult(step, final, self._needed / 2**30, "", files_by_rank)
 
     def abandon(self) -> None:
         """End a save in progress without committing it. The next start removes its temporary folder."""

@@ -1,0 +1,1 @@
+"""Copies of a run's checkpoints and records in object storage (`checkpoint.mirror`)."""

@@ -1,0 +1,264 @@
+"""The mirror of a run as training sees it: hand over checkpoints, keep what is in transfer, bring back the newest.
+
+Every rank has a `Mirror`. The first rank of each node (its leader) has the thread that uploads, and rank 0 the lock.
+Methods that training calls between steps only hand over work, and `seconds` sums their time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from txl_dist.artifacts import CHECKPOINTS, SETTINGS, is_url, list_checkpoints, step_of
+from txl_dist.config.load import Config, load_config
+from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
+from txl_dist.distributed.recovery.seat import node_name
+from txl_dist.errors import ConfigError, TxlError, translate_errors
+from txl_dist.io.files import read_bytes
+from txl_dist.io.manifest import MANIFEST, files_of
+from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
+from txl_dist.train.checkpoint.mirror.choices import (
+    files_of_node,
+    list_mirrored,
+    mirror_folder,
+    why_foreign,
+)
+from txl_dist.train.checkpoint.mirror.downloads import Place, bring_newest, refuse_mirrored
+from txl_dist.train.checkpoint.mirror.ownership import (
+    MirrorLock,
+    claim_id,
+    read_local_id,
+    read_mirror_id,
+    write_local_id,
+)
+from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
+from txl_dist.train.checkpoint.validate import Examination
+from txl_dist.train.monitoring.watch import Watch
+from txl_dist.train.run_dir import refuse_frozen_changes
+
+_REMEDY = (
+    "Check the address, the network and the credentials of checkpoint.mirror. To train without a mirror, remove the "
+    "setting."
+)
+
+
+class Mirror:
+    """Mirror of a run on one rank. All ranks make and close it together."""
+
+    def __init__(
+        self, config: Config, ranks: RankInfo, watch: Watch, bucket: Bucket | None, lock: MirrorLock | None
+    ) -> None:
+        """Start the thread that uploads, on the first rank of each node. All ranks call it together.
+
+        `bucket` is None on the other ranks, and `lock` is None on all ranks but rank 0.
+        """
+        self._ranks = ranks
+        self._watch = watch
+        self._bucket = bucket
+        self._lock = lock
+        self._run_dir = Path(config.run.dir)
+        self._nodes = gather_objects(node_name())
+        self._leaders = leaders_of(self._nodes)
+        self._uploader: Uploader | None = None
+        self.seconds = 0.0
+        """Seconds that the main thread has spent in `save`, `steps_in_use`, `forget` and `is_idle`."""
+        if bucket is not None:
+            self._uploader = Uploader(
+                bucket,
+                config.checkpoint,
+                run_dir=self._run_dir,
+                is_first=ranks.is_rank0,
+                num_nodes=len(self._leaders),
+                confirm=self._confirm,
+            )
+
+    def save(self, folder: Path, files_by_rank: Sequence[Sequence[str]], *, losses: Mapping[int, float]) -> None:
+        """Upload a committed checkpoint in the background.
+
+        `files_by_rank` are the files that each rank has written. `losses` are the validation losses by step, by which
+        the best checkpoint in the mirror is kept.
+        """
+        with self._timed():
+            if self._uploader is not None:
+                names = files_of_node(files_by_rank, self._nodes, node=self._nodes[self._ranks.rank])
+                self._uploader.enqueue(Upload(folder, tuple(names), dict(losses)))
+
+    def steps_in_use(self) -> set[int]:
+        """Return the steps of the checkpoints on the disk that are uploaded now, or wait for their upload."""
+        with self._timed():
+            if self._uploader is None:
+                return set()
+            return self._uploader.steps_in_use()
+
+    def forget(self, step: int) -> None:
+        """Make later checkpoints in the mirror invalid, because the run has returned to this step."""
+        with self._timed():
+            if self._uploader is not None and self._ranks.is_rank0:
+                self._uploader.forget(step)
+
+    def finish_records(self) -> None:
+        """Upload the records of the run once more, at its end."""
+        if self._uploader is not None and self._ranks.is_rank0:
+            self._uploader.finish_records()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has nothing more to upload. On rank 0 this means that the mirror is complete."""
+        with self._timed():
+            return self._uploader is None or not self._ranks.is_rank0 or self._uploader.is_idle
+
+    @property
+    def url(self) -> str:
+        """Address of the mirror, on the first rank of each node."""
+        if self._bucket is None:
+            return ""
+        return self._bucket.url
+
+    def bring_newest(self, resume: str) -> dict[Path, Examination]:
+        """Bring the newest whole checkpoint of disk and mirror to the disk, before the run chooses a checkpoint.
+
+        All ranks call it together. `resume` is the value of `--resume`. Returns the results of checks that were made.
+        Raises TxlError on all ranks.
+        """
+        if resume == "never":
+            run_on_rank0(lambda: refuse_mirrored(self._bucket) if self._bucket else None)
+            return {}
+        with _refused():
+            return bring_newest(Place(self._run_dir, self._bucket, self._leaders, self._ranks, self._watch))
+
+    def begin(self, newest: Path | None, *, losses: Mapping[int, float]) -> None:
+        """Make the mirror the mirror of this run, after all checks of the start. All ranks call it together.
+
+        `newest` is the checkpoint that the run resumes, or None. It is uploaded if the mirror lacks it. Later ones in
+        the mirror become invalid. `losses` are those of `save`. Raises ConfigError on all ranks if the mirror cannot be
+        written.
+        """
+        with _refused():
+            run_on_rank0(self._claim)
+        if newest is None or newest.parent != self._run_dir / CHECKPOINTS:
+            return
+        self.forget(step_of(newest))
+        if self._ranks.rank in self._leaders:
+            number = self._leaders.index(self._ranks.rank)
+            names = files_of(newest)[number :: len(self._leaders)]
+        else:
+            names = []
+        self.save(newest, gather_objects(names), losses=losses)
+
+    def close(self) -> None:
+        """End the thread that uploads, and release the lock."""
+        if self._uploader is not None:
+            self._uploader.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _claim(self) -> None:
+        assert self._bucket is not None
+        run_id = read_local_id(self._run_dir)
+        mirror_id = read_mirror_id(self._bucket)
+        if not mirror_id:
+            mirror_id = claim_id(self._bucket, run_id)
+        if mirror_id != run_id:
+            with translate_errors(ConfigError, f"cannot write into {self._run_dir}", "Correct the permissions."):
+                write_local_id(self._run_dir, mirror_id, url=self._bucket.url)
+        self._bucket.upload(self._run_dir / SETTINGS, SETTINGS)
+
+    def _confirm(self) -> bool:
+        """Return whether this job still has the lock, after a heartbeat. Raises MirrorError."""
+        if self._lock is None:
+            return True
+        self._lock.beat()
+        return not self._lock.is_lost
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start_s
+
+
+def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -> Mirror | None:
+    """Check and lock the mirror of a run, and return it. Returns None without `checkpoint.mirror`.
+
+    All ranks call it together, and rank 0 has locked the run directory. Nothing but the lock is written. Raises
+    TxlError on all ranks: for a wrong or unreachable address, for the mirror of another run, and for a mirror in use.
+    """
+    url = config.checkpoint.mirror
+    if not url:
+        return None
+    if not is_url(url):
+        raise ConfigError(f"checkpoint.mirror={url} is not a URL. Give one, for example s3://bucket/run.")
+    leads = ranks.rank in leaders_of(gather_objects(node_name()))
+    bucket = run_on_all_ranks(lambda: Bucket(url, allow=config.data.allow_protocols) if leads else None)
+
+    def lock_mirror() -> MirrorLock | None:
+        if bucket is None or not ranks.is_rank0:
+            return None
+        return _lock(bucket, config, watch, resume=resume)
+
+    with _refused():
+        lock = run_on_all_ranks(lock_mirror)
+    return Mirror(config, ranks, watch, bucket, lock)
+
+
+def leaders_of(nodes: Sequence[str]) -> list[int]:
+    """Return the first rank of each node. `nodes` has the node of each rank."""
+    return [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
+
+
+def _lock(bucket: Bucket, config: Config, watch: Watch, *, resume: str) -> MirrorLock:
+    """Check that a mirror belongs to this run, and lock it, on rank 0."""
+    run_dir = Path(config.run.dir)
+    own_id = read_local_id(run_dir)
+    mirror_id = read_mirror_id(bucket)
+    local = list_checkpoints(run_dir)
+    reason = why_foreign(
+        own_id,
+        mirror_id,
+        has_checkpoints=bool(local),
+        shares_a_checkpoint=bool(mirror_id and own_id != mirror_id and _shares_a_checkpoint(bucket, local)),
+        is_branch=resume not in ("auto", "must", "never"),
+    )
+    if reason:
+        raise ConfigError(
+            f"{bucket.url} is the mirror of run {mirror_id}, and {reason}. Give another --checkpoint.mirror. To "
+            "continue the run of the mirror, use an empty --run.dir and --resume auto."
+        )
+    _check_settings(bucket, config)
+    nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
+    return MirrorLock.acquire(bucket, mirror_id or own_id or "of a new run", nonce=nonce)
+
+
+def _shares_a_checkpoint(bucket: Bucket, local: Sequence[Path]) -> bool:
+    """Return whether one of the checkpoints on the disk is in the mirror too."""
+    mirrored = {checkpoint.folder for checkpoint in list_mirrored(bucket.sizes(CHECKPOINTS))}
+    for folder in local:
+        manifest = folder / MANIFEST
+        if manifest.is_file() and mirror_folder(step_of(folder), read_bytes(manifest)) in mirrored:
+            return True
+    return False
+
+
+def _check_settings(bucket: Bucket, config: Config) -> None:
+    """Raise ConfigError if the run in the mirror has other frozen settings."""
+    content = bucket.read(SETTINGS)
+    if content is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / SETTINGS
+        path.write_bytes(content)
+        refuse_frozen_changes(load_config(path), config, made=bucket.url)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Return a context manager for the start of a run. A MirrorError becomes a ConfigError with a remedy."""
+    try:
+        yield
+    except MirrorError as error:
+        refused: TxlError = ConfigError(f"{error}. {_REMEDY}")
+        refused.rank = error.rank
+        raise refused from error
