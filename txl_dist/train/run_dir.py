@@ -176,10 +176,20 @@ def open_run_dir(run_dir: Path, settings_toml: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         atomic_replace(run_dir / SETTINGS, settings_toml.encode())
         (run_dir / DONE).unlink(missing_ok=True)
-    for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    tidy_checkpoints(run_dir, newest=None)
     for proof in run_dir.glob(f"{LOCK}.*.rank*"):
         proof.unlink(missing_ok=True)
+
+
+def tidy_checkpoints(run_dir: Path, *, newest: Path | None) -> None:
+    """Remove the unfinished checkpoints that crashed processes left, and rename those that are newer than `newest`.
+
+    None renames none. One rank per run directory calls it.
+    """
+    for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if newest is not None:
+        quarantine(run_dir, newer_than=newest, word="damaged")
 
 
 def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:

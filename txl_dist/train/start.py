@@ -33,6 +33,7 @@ from txl_dist.distributed.collectives import (
     run_on_all_ranks,
     run_on_rank0,
 )
+from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, raised_everywhere
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
@@ -48,7 +49,7 @@ from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.loop import Start, TrainingRun
 from txl_dist.train.monitoring.member import Member, RegroupError, join_agent
 from txl_dist.train.monitoring.preemption import PreemptionRequests
-from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
+from txl_dist.train.monitoring.run_lock import RunLock, is_shared, prove_shared
 from txl_dist.train.monitoring.watch import Monitor, Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
 from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
@@ -61,6 +62,7 @@ from txl_dist.train.run_dir import (
     next_commands,
     open_run_dir,
     quarantine,
+    tidy_checkpoints,
 )
 from txl_dist.train.run_plan import RunPlan, Stage, plan_run
 from txl_dist.train.state import RunContext, TrainState
@@ -206,8 +208,7 @@ def _train(
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
     if member is not None and member.generation > 1:
         nonce += f"g{member.generation}"  # a folder of an older generation is never taken for one of this generation
-    prove_shared(run_dir, nonce=nonce, ranks=ranks)
-    watch = Watch(stops, watchdog, lock, nonce)
+    watch = Watch(stops, watchdog, lock, nonce, _own_disk(config, ranks, nonce=nonce))
     mirror = _mirror_of(config, ranks, watch, member, resume=resume)
     if mirror is not None:
         stack.callback(mirror.close)
@@ -215,10 +216,10 @@ def _train(
         member, ranks, zero_stage=config.engine.zero_stage, partner_every=config.recover.partner_every
     )
     stack.callback(recovery.close)
-    to_ask = mirror
+    is_start = True
     while True:
-        context, start, engine = _begin(plan, watch, recovery, to_ask, resume=resume)
-        to_ask = None  # from now on the disk has the newest checkpoint
+        context, start, engine = _begin(plan, watch, recovery, mirror, resume=resume, is_start=is_start)
+        is_start = False
         with _closing(engine, ranks, member):
             run = TrainingRun(context, start, engine, watch, profile, callbacks, recovery, mirror)
             state = run.go()
@@ -304,6 +305,32 @@ def _closing(engine: Engine, ranks: RankInfo, member: Member | None) -> Iterator
     engine.close()
 
 
+def _own_disk(config: Config, ranks: RankInfo, *, nonce: str) -> tuple[int, ...]:
+    """Return the ranks of this node if each node has a run directory of its own, which needs a mirror. All ranks call
+    it together.
+
+    Returns an empty tuple if all nodes share the run directory. Raises ConfigError on all ranks if the nodes need a
+    shared directory and have none.
+    """
+    run_dir = Path(config.run.dir)
+    if not config.checkpoint.mirror:
+        prove_shared(run_dir, nonce=nonce, ranks=ranks)
+        return ()
+    if is_shared(run_dir, nonce=nonce, ranks=ranks):
+        return ()
+    needs_sharing = {"recover.spares": config.recover.spares > 0, "guard.on_spike": config.guard.on_spike == "rewind"}
+    for setting, is_set in needs_sharing.items():
+        if is_set:
+            raise raised_everywhere(
+                ConfigError(
+                    f"{setting} needs a run directory that all nodes share, but each node has a {run_dir} of its own. "
+                    "Remove the setting, or give a shared folder as --run.dir."
+                )
+            )
+    nodes = gather_objects(node_name())
+    return tuple(rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank])
+
+
 def _mirror_of(config: Config, ranks: RankInfo, watch: Watch, member: Member | None, *, resume: str) -> Mirror | None:
     """Open the mirror of the run, if it has one. All ranks call it together.
 
@@ -320,7 +347,7 @@ def _mirror_of(config: Config, ranks: RankInfo, watch: Watch, member: Member | N
 
 
 def _begin(
-    plan: RunPlan, watch: Watch, recovery: Recovery, mirror: Mirror | None, *, resume: str
+    plan: RunPlan, watch: Watch, recovery: Recovery, mirror: Mirror | None, *, resume: str, is_start: bool
 ) -> tuple[RunContext, Start, Engine]:
     """Start the phase in which the run continues: choose a checkpoint, open the run directory, build the engine.
 
@@ -334,8 +361,10 @@ def _begin(
         stage = plan.stage_at(stored.step)
     else:
         stored = None  # a phase begins from the checkpoint of the phase before
-        examined = mirror.bring_newest(resume) if mirror is not None else {}
-        choice = choose_together(plan.run_dir, resume, ranks=plan.ranks, examined=examined)
+        if mirror is not None:
+            choice = mirror.choose(resume, is_start=is_start)
+        else:
+            choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
         stage = plan.stage_at(choice.saved.step if choice.saved else 0)
     context = stage.context
     config = context.config
@@ -350,7 +379,9 @@ def _begin(
     if config.run.init and start.step == 0:
         weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first))
     run_on_rank0(lambda: _open_run(plan, start))
-    if mirror is not None:
+    if watch.own_disk and watch.leads_disk(plan.ranks.rank) and not plan.ranks.is_rank0:
+        tidy_checkpoints(plan.run_dir, newest=start.newest)
+    if mirror is not None and is_start:
         mirror.begin(start.newest, losses=start.evaluated)
     watch.watchdog.write_stacks_to(plan.run_dir / STACKS)
     last_step = context.steps.stop

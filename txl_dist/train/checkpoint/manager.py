@@ -174,13 +174,13 @@ class CheckpointManager:
                 "the checkpoint of step %d could not be saved: %s The run will try again.", result.step, result.error
             )
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
-            if self._context.ranks.is_rank0 and self._newest is not None:
+            if self._leads_disk and self._newest is not None:
                 self._prune(self._newest)  # the user may have lowered checkpoint.keep_last to free space
             return False
         self._newest = result.folder
         if self._mirror is not None:
             self._mirror.save(result.folder, result.files_by_rank, losses=self._losses_to_keep())
-        if self._context.ranks.is_rank0:
+        if self._leads_disk:
             self._prune(result.folder)
         failpoint("saved", step=result.step)
         stall_s = self._stall_s + time.perf_counter() - start_s
@@ -341,8 +341,13 @@ class CheckpointManager:
             self._removal.join(_POLL_S)
         return True
 
+    @property
+    def _leads_disk(self) -> bool:
+        return self._watch.leads_disk(self._context.ranks.rank)
+
     def _prune(self, newest: Path) -> None:
-        """Remove older checkpoints, on rank 0. An error of the file system is logged and does not end the run."""
+        """Remove older checkpoints, on one rank per run directory. An error of the file system is logged and does not
+        end the run."""
         checkpoint = self._context.config.checkpoint
         if not self._wait_for_removal():
             return

@@ -31,9 +31,9 @@ from txl_dist.distributed.collectives import (
     all_reduce_and,
     all_reduce_sum,
     broadcast_object,
+    gather_objects,
     gather_on_rank0,
     run_on_all_ranks,
-    run_on_rank0,
 )
 from txl_dist.errors import CheckpointError
 from txl_dist.fault_injection import failpoint
@@ -131,8 +131,17 @@ class AsyncWriter:
         tensor_bytes = sum(file_bytes(content) for content, _ in tensors.values())
         other_bytes = sum(len(data) for data in local_files.values())
         self._needed = int(all_reduce_sum(torch.tensor(tensor_bytes + other_bytes)))
+        on_disk = self._needed
+        if self.watch.own_disk:
+            needed_by_rank = gather_objects(tensor_bytes + other_bytes)
+            on_disk = sum(needed_by_rank[rank] for rank in self.watch.own_disk)
+
+        def check_space() -> None:
+            if self._leads_disk:
+                _in_file_system(lambda: self._check_space(on_disk), self._temporary(state.step), needed=on_disk)
+
         try:
-            run_on_rank0(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
+            run_on_all_ranks(check_space)
         except CheckpointError as error:
             self._error = error
             return
@@ -169,6 +178,8 @@ class AsyncWriter:
         def commit() -> None:
             if reasons:
                 raise CheckpointError(reasons[0])
+            if not self._leads_disk:
+                return
             self.watch.confirm_lock()
             failpoint("save-manifest", step=step)
             write_manifest(temporary, facts_by_file)
@@ -178,11 +189,9 @@ class AsyncWriter:
             failpoint("save-renamed", step=step)
 
         try:
-            run_on_rank0(lambda: _in_file_system(commit, temporary, needed=self._needed))
+            run_on_all_ranks(lambda: _in_file_system(commit, temporary, needed=self._needed))
         except CheckpointError as error:
-            run_on_all_ranks(
-                lambda: shutil.rmtree(temporary, ignore_errors=True) if self.context.ranks.is_rank0 else None
-            )
+            run_on_all_ranks(lambda: shutil.rmtree(temporary, ignore_errors=True) if self._leads_disk else None)
             return SaveResult(step, final, self._needed / 2**30, str(error), files_by_rank)
         return SaveResult(step, final, self._needed / 2**30, "", files_by_rank)
 
@@ -278,8 +287,12 @@ class AsyncWriter:
             STATE: json.dumps(content, indent=1).encode() + b"\n",
         }
 
-    def _check_space(self) -> None:
-        """Check that the checkpoint fits on the disk.
+    @property
+    def _leads_disk(self) -> bool:
+        return self.watch.leads_disk(self.context.ranks.rank)
+
+    def _check_space(self, needed: int) -> None:
+        """Check that `needed` bytes of the checkpoint fit on the disk.
 
         Raises CheckpointError if it does not fit, or OSError if the file system does not report the space that is left.
         """
@@ -288,9 +301,9 @@ class AsyncWriter:
             folder.mkdir()  # not the run directory: if that is gone, it must not be made again
             flush_folder(self.context.run_dir)
         free = shutil.disk_usage(folder).free
-        if free < self._needed:
+        if free < needed:
             raise CheckpointError(
-                f"no room for a checkpoint in {folder}: the checkpoint needs {format_bytes(self._needed)}, but "
+                f"no room for a checkpoint in {folder}: the checkpoint needs {format_bytes(needed)}, but "
                 f"{format_bytes(free)} of disk are free. Free disk space, lower checkpoint.keep_last, or move the run "
                 "to another file system."
             )

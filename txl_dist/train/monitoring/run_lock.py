@@ -35,7 +35,7 @@ from txl_dist.artifacts import LOCK
 from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import RankInfo, broadcast_object, gather_objects, run_on_all_ranks
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.io.files import open_regular, parse_object, why_unwritable
 
 BEAT_EVERY_S = 5.0
@@ -44,6 +44,8 @@ STALE_AFTER_S = 60.0
 """Seconds without a heartbeat after which a job on another machine, which holds the lock, counts as dead."""
 SEEN_WITHIN_S = 30.0
 """Seconds within which a network file system shows a new file to other nodes."""
+_LOCAL_KINDS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
+"""Types of file systems that one machine alone writes to."""
 _MAX_BYTES, _MAX_NONCE = 1 << 16, 64
 """Maximum number of bytes that are read from a lock file, and of characters in a nonce."""
 
@@ -146,6 +148,67 @@ class RunLock:
         """Send heartbeats, in the thread, until the lock is released."""
         while not self._done.wait(BEAT_EVERY_S):
             self.beat()
+
+
+def is_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: float = SEEN_WITHIN_S) -> bool:
+    """Return whether all nodes share the run directory. Returns False if each node has one of its own, which is made.
+
+    All ranks call it together. A file on a file system of this machine is seen at once, and on any other file system
+    within `seen_within_s` seconds. Raises ConfigError on all ranks if some nodes share the directory and others do not,
+    or if a node cannot write there.
+    """
+    proof = f"{LOCK}.{broadcast_object(nonce)}.rank"
+    speaks_for_node = ranks.is_rank0 or ranks.local_rank == 0
+    own = run_dir / f"{proof}{ranks.rank}"
+
+    def write() -> None:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"{process_id().host} cannot write to the run directory {run_dir}: {error.strerror}. Correct the "
+                "permissions, or choose another --run.dir."
+            ) from error
+
+    try:
+        run_on_all_ranks(lambda: write() if speaks_for_node else None)
+        speakers = [rank for rank, speaks in enumerate(gather_objects(speaks_for_node)) if speaks]
+        is_fast = all(gather_objects(not speaks_for_node or _is_on_this_machine(run_dir)))
+        end_s = time.monotonic() + seen_within_s
+        while True:
+            seen = [rank for rank in speakers if os.path.exists(run_dir / f"{proof}{rank}")]
+            is_over = broadcast_object(is_fast or time.monotonic() > end_s)
+            seen_by_speaker = [found for rank, found in enumerate(gather_objects(seen)) if rank in speakers]
+            if all(found == speakers for found in seen_by_speaker):
+                return True
+            if is_over and all(len(found) == 1 for found in seen_by_speaker):
+                return False
+            if is_over:
+                raise raised_everywhere(
+                    ConfigError(
+                        f"some nodes share the run directory {run_dir}, and others do not. Give all nodes the same "
+                        "shared folder as --run.dir, or each node a folder of its own."
+                    )
+                )
+            time.sleep(0.2)
+    finally:
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
+
+
+def _is_on_this_machine(folder: Path) -> bool:
+    """Return whether a folder is on a file system of this machine's disks or memory, by the table of mounts."""
+    import psutil
+
+    path = Path(os.path.realpath(folder))
+    kind = ""
+    longest = -1
+    for mount in psutil.disk_partitions(all=True):
+        length = len(mount.mountpoint)
+        if length > longest and path.is_relative_to(mount.mountpoint):
+            kind, longest = mount.fstype, length
+    return kind in _LOCAL_KINDS
 
 
 def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: float = SEEN_WITHIN_S) -> None:

@@ -35,6 +35,14 @@ class Watch(NamedTuple):
     """Lock of the run directory on rank 0. It is None on other ranks."""
     nonce: str
     """Random word of this job, the same on every rank. It is part of the names of temporary folders."""
+    own_disk: tuple[int, ...] = ()
+    """Ranks of this node, if each node has a run directory of its own. It is empty if all ranks share one."""
+
+    def leads_disk(self, rank: int) -> bool:
+        """Return whether a rank is the one that commits, renames and removes checkpoints in its run directory."""
+        if self.own_disk:
+            return rank == self.own_disk[0]
+        return rank == 0
 
     def beat(self, phase: str) -> None:
         """Report to the watchdog that the main thread has begun this phase of the step."""

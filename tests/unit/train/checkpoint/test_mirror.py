@@ -21,11 +21,13 @@ from txl_dist.train.checkpoint.mirror import uploads
 from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
 from txl_dist.train.checkpoint.mirror.choices import (
     MirroredCheckpoint,
+    common_files,
     files_of_node,
     is_complete,
     list_mirrored,
     manifests_after,
     mirror_folder,
+    needed_files,
     newest_first,
     objects_to_remove,
     why_foreign,
@@ -121,6 +123,16 @@ def test_each_node_uploads_what_its_ranks_have_written() -> None:
     nodes = ["a", "b", "a"]
     assert files_of_node(files, nodes, node="a") == ["engine/0", "state.json", "engine/2"]
     assert leaders_of(nodes) == [0, 1]
+
+
+def test_a_node_needs_the_files_of_its_ranks_and_lanes_and_all_weights_when_they_were_divided_otherwise() -> None:
+    files = [f"engine/{rank:05d}.safetensors" for rank in range(4)]
+    files += [f"lanes/{lane:05d}-{lane + 1:05d}.safetensors" for lane in range(0, 8, 2)]
+    files += ["state.json", "tokenizer.json"]
+    assert common_files(files) == ["state.json", "tokenizer.json"]
+    assert needed_files(files, ranks=(2, 3), lanes=[range(4, 6), range(6, 8)]) == [*files[2:4], *files[6:8]]
+    assert needed_files(files, ranks=None, lanes=[range(1, 3)]) == files[:6]
+    assert needed_files(files, ranks=(0,), lanes=[]) == files[:1]
 
 
 def test_objects_are_written_read_created_once_and_removed(bucket: Bucket, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txl_dist.artifacts import CHECKPOINTS, best_step, steps_to_keep
@@ -22,6 +22,7 @@ from txl_dist.io.manifest import MANIFEST
 
 _FOLDER = re.compile(rf"{CHECKPOINTS}/step_(\d{{9}})-([0-9a-f]{{8}})/(.+)")
 _RANK_FILE = re.compile(r"engine/(\d{5,})\.safetensors")
+_LANES_FILE = re.compile(r"lanes/(\d{5,})-(\d{5,})\.safetensors")
 
 
 class MirroredCheckpoint(NamedTuple):
@@ -136,6 +137,28 @@ def why_foreign(
     if is_branch:
         return "--resume names a checkpoint, so this is a new run"
     return ""  # an empty disk continues the run of the mirror
+
+
+def common_files(files: Iterable[str]) -> list[str]:
+    """Return the files of a checkpoint that every node needs: all but those of engine/ and lanes/."""
+    return sorted(name for name in files if not name.startswith(("engine/", "lanes/")))
+
+
+def needed_files(files: Iterable[str], *, ranks: Collection[int] | None, lanes: Iterable[range]) -> list[str]:
+    """Return the files of engine/ and lanes/ that a node reads for these lanes (batch rows) and the weights of these
+    ranks. With None it reads all weights, because they are divided in another way than when they were saved."""
+    lane_ids = {lane for part in lanes for lane in part}
+    needed = []
+    for name in sorted(files):
+        weights = _RANK_FILE.fullmatch(name)
+        memories = _LANES_FILE.fullmatch(name)
+        is_weights = weights is not None and (ranks is None or int(weights[1]) in ranks)
+        is_memories = memories is not None and any(
+            lane in lane_ids for lane in range(int(memories[1]), int(memories[2]) + 1)
+        )
+        if is_weights or is_memories:
+            needed.append(name)
+    return needed
 
 
 def files_of_node(files_by_rank: Sequence[Sequence[str]], nodes: Sequence[str], *, node: str) -> list[str]:

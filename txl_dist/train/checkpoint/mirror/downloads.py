@@ -19,7 +19,7 @@ from txl_dist.artifacts import CHECKPOINTS, LOG, RECORDS, checkpoint_folder, lis
 from txl_dist.console.formatting import format_bytes
 from txl_dist.console.logging import logger, warn_for_all
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import flush_folder, resolve_inside, sha256_of_file, write_bytes
 from txl_dist.io.manifest import MANIFEST, commit_folder, listed_files
@@ -67,14 +67,16 @@ def bring_newest(place: Place) -> dict[Path, Examination]:
         problems = _download(candidate, place)
         if not problems:
             examined.pop(checkpoint_folder(place.run_dir, candidate.step), None)
-            run_on_rank0(lambda: _restore_records(place))
+            run_on_rank0(lambda: restore_records(place))
             return examined
         damaged.append(f"{candidate.folder}: {'; '.join(problems[:3])}")
         warn_for_all("mirror: skipped a damaged checkpoint, %s", damaged[-1])
     if damaged:
-        raise CheckpointError(
-            f"cannot resume {place.run_dir}: no checkpoint in the mirror is whole ({'; '.join(damaged[:3])}). Restore "
-            "a checkpoint, or start a new run with another --run.dir and another --checkpoint.mirror."
+        raise raised_everywhere(
+            CheckpointError(
+                f"cannot resume {place.run_dir}: no checkpoint in the mirror is whole ({'; '.join(damaged[:3])}). "
+                "Restore a checkpoint, or start a new run with another --run.dir and another --checkpoint.mirror."
+            )
         )
     return examined
 
@@ -96,7 +98,7 @@ def _download(checkpoint: MirroredCheckpoint, place: Place) -> list[str]:
     manifest, files, problems = run_on_rank0(lambda: _manifest_of(checkpoint, place))
     if not problems:
         names = _share_of(sorted(files), place)
-        problems = _fetch_together(names, checkpoint.folder, files, temporary, place)
+        problems = fetch_together(names, checkpoint.folder, files, temporary, place)
 
     def end() -> None:
         if problems:
@@ -151,7 +153,7 @@ def _share_of(names: Sequence[str], place: Place) -> Sequence[str]:
     return names[number :: len(place.leaders)]
 
 
-def _fetch_together(
+def fetch_together(
     names: Sequence[str], source: str, files: Mapping[str, Any], temporary: Path, place: Place
 ) -> list[str]:
     """Download the files of all ranks, and return the problems of all ranks. Ranks without files wait.
@@ -235,7 +237,7 @@ class _Fetch:
         return problem
 
 
-def _restore_records(place: Place) -> None:
+def restore_records(place: Place) -> None:
     """Download the records of the run where the disk has none, or shorter ones. Rank 0 calls it."""
     assert place.bucket is not None
     sizes = place.bucket.sizes()

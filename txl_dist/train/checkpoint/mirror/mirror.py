@@ -7,6 +7,7 @@ Methods that training calls between steps only hand over work, and `seconds` sum
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from txl_dist.artifacts import CHECKPOINTS, SETTINGS, is_url, list_checkpoints, 
 from txl_dist.config.load import Config, load_config
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.distributed.recovery.seat import node_name
-from txl_dist.errors import ConfigError, TxlError, translate_errors
+from txl_dist.errors import ConfigError, TxlError, raised_everywhere, translate_errors
 from txl_dist.io.files import read_bytes
 from txl_dist.io.manifest import MANIFEST, files_of
 from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
 from txl_dist.train.checkpoint.mirror.choices import (
+    common_files,
     files_of_node,
     list_mirrored,
     mirror_folder,
@@ -34,11 +36,15 @@ from txl_dist.train.checkpoint.mirror.ownership import (
     read_mirror_id,
     write_local_id,
 )
+from txl_dist.train.checkpoint.mirror.parts import choose_parts
 from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
+from txl_dist.train.checkpoint.read import Choice, choose_together
 from txl_dist.train.checkpoint.validate import Examination
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.run_dir import refuse_frozen_changes
 
+_RELEASE_S = 10.0
+"""Seconds for which the end of a run waits for the lock of the mirror to be released."""
 _REMEDY = (
     "Check the address, the network and the credentials of checkpoint.mirror. To train without a mirror, remove the "
     "setting."
@@ -62,6 +68,7 @@ class Mirror:
         self._run_dir = Path(config.run.dir)
         self._nodes = gather_objects(node_name())
         self._leaders = leaders_of(self._nodes)
+        self._config = config
         self._uploader: Uploader | None = None
         self.seconds = 0.0
         """Seconds that the main thread has spent in `save`, `steps_in_use`, `forget` and `is_idle`."""
@@ -117,17 +124,23 @@ class Mirror:
             return ""
         return self._bucket.url
 
-    def bring_newest(self, resume: str) -> dict[Path, Examination]:
-        """Bring the newest whole checkpoint of disk and mirror to the disk, before the run chooses a checkpoint.
+    def choose(self, resume: str, *, is_start: bool) -> Choice:
+        """Choose the newest whole checkpoint of disk and mirror, and bring it to the disk, on all ranks together.
 
-        All ranks call it together. `resume` is the value of `--resume`. Returns the results of checks that were made.
-        Raises TxlError on all ranks.
+        `resume` is the value of `--resume`. The mirror is only asked at the start of a job, because later the disk has
+        the newest checkpoint. Raises TxlError on all ranks.
         """
-        if resume == "never":
-            run_on_rank0(lambda: refuse_mirrored(self._bucket) if self._bucket else None)
-            return {}
+        place = Place(self._run_dir, self._bucket, self._leaders, self._ranks, self._watch)
+        own_disk = self._watch.own_disk
+        examined: dict[Path, Examination] = {}
         with _refused():
-            return bring_newest(Place(self._run_dir, self._bucket, self._leaders, self._ranks, self._watch))
+            if own_disk:
+                return choose_parts(place, resume, self._config, node_ranks=own_disk, asks_mirror=is_start)
+            if is_start and resume == "never":
+                run_on_rank0(lambda: refuse_mirrored(self._bucket) if self._bucket else None)
+            elif is_start:
+                examined = bring_newest(place)
+        return choose_together(self._run_dir, resume, ranks=self._ranks, examined=examined)
 
     def begin(self, newest: Path | None, *, losses: Mapping[int, float]) -> None:
         """Make the mirror the mirror of this run, after all checks of the start. All ranks call it together.
@@ -138,33 +151,48 @@ class Mirror:
         """
         with _refused():
             run_on_rank0(self._claim)
+            mirror_id = run_on_rank0(lambda: read_mirror_id(self._bucket) if self._bucket else "")
+            run_on_all_ranks(lambda: self._keep_id(mirror_id))
         if newest is None or newest.parent != self._run_dir / CHECKPOINTS:
             return
         self.forget(step_of(newest))
-        if self._ranks.rank in self._leaders:
-            number = self._leaders.index(self._ranks.rank)
-            names = files_of(newest)[number :: len(self._leaders)]
-        else:
-            names = []
-        self.save(newest, gather_objects(names), losses=losses)
+        self.save(newest, gather_objects(self._own_share(newest)), losses=losses)
+
+    def _own_share(self, checkpoint: Path) -> list[str]:
+        """Return the files of a checkpoint on the disk that this rank uploads for its node."""
+        if self._ranks.rank not in self._leaders:
+            return []
+        names = files_of(checkpoint)
+        if not self._watch.own_disk:
+            return names[self._leaders.index(self._ranks.rank) :: len(self._leaders)]
+        if self._ranks.is_rank0:
+            return names
+        return sorted(set(names) - set(common_files(names)))
 
     def close(self) -> None:
-        """End the thread that uploads, and release the lock."""
+        """End the thread that uploads, and release the lock. A broken network delays this by a few seconds only."""
         if self._uploader is not None:
             self._uploader.close()
         if self._lock is not None:
-            self._lock.release()
+            release = threading.Thread(target=self._lock.release, name="mirror lock", daemon=True)
+            release.start()
+            release.join(_RELEASE_S)
 
     def _claim(self) -> None:
         assert self._bucket is not None
         run_id = read_local_id(self._run_dir)
         mirror_id = read_mirror_id(self._bucket)
         if not mirror_id:
-            mirror_id = claim_id(self._bucket, run_id)
-        if mirror_id != run_id:
+            claim_id(self._bucket, run_id)
+        self._bucket.upload(self._run_dir / SETTINGS, SETTINGS)
+
+    def _keep_id(self, mirror_id: str) -> None:
+        """Write the run's id into the run directory, on the first rank of each run directory."""
+        if self._bucket is None or not self._watch.leads_disk(self._ranks.rank):
+            return
+        if read_local_id(self._run_dir) != mirror_id:
             with translate_errors(ConfigError, f"cannot write into {self._run_dir}", "Correct the permissions."):
                 write_local_id(self._run_dir, mirror_id, url=self._bucket.url)
-        self._bucket.upload(self._run_dir / SETTINGS, SETTINGS)
 
     def _confirm(self) -> bool:
         """Return whether this job still has the lock, after a heartbeat. Raises MirrorError."""
@@ -190,14 +218,19 @@ def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -
     if not url:
         return None
     if not is_url(url):
-        raise ConfigError(f"checkpoint.mirror={url} is not a URL. Give one, for example s3://bucket/run.")
+        problem = f"checkpoint.mirror={url} is not a URL. Give one, for example s3://bucket/run."
+        raise raised_everywhere(ConfigError(problem))
     leads = ranks.rank in leaders_of(gather_objects(node_name()))
     bucket = run_on_all_ranks(lambda: Bucket(url, allow=config.data.allow_protocols) if leads else None)
 
     def lock_mirror() -> MirrorLock | None:
-        if bucket is None or not ranks.is_rank0:
+        if bucket is None:
             return None
-        return _lock(bucket, config, watch, resume=resume)
+        run_id = _checked_id(bucket, config, resume=resume)
+        if not ranks.is_rank0:
+            return None
+        nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
+        return MirrorLock.acquire(bucket, run_id, nonce=nonce)
 
     with _refused():
         lock = run_on_all_ranks(lock_mirror)
@@ -209,8 +242,9 @@ def leaders_of(nodes: Sequence[str]) -> list[int]:
     return [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
 
 
-def _lock(bucket: Bucket, config: Config, watch: Watch, *, resume: str) -> MirrorLock:
-    """Check that a mirror belongs to this run, and lock it, on rank 0."""
+def _checked_id(bucket: Bucket, config: Config, *, resume: str) -> str:
+    """Return the run's id for messages. Raises ConfigError if the mirror belongs to another run than this node's run
+    directory, or to a run with other frozen settings."""
     run_dir = Path(config.run.dir)
     own_id = read_local_id(run_dir)
     mirror_id = read_mirror_id(bucket)
@@ -228,8 +262,7 @@ def _lock(bucket: Bucket, config: Config, watch: Watch, *, resume: str) -> Mirro
             "continue the run of the mirror, use an empty --run.dir and --resume auto."
         )
     _check_settings(bucket, config)
-    nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
-    return MirrorLock.acquire(bucket, mirror_id or own_id or "of a new run", nonce=nonce)
+    return mirror_id or own_id or "of a new run"
 
 
 def _shares_a_checkpoint(bucket: Bucket, local: Sequence[Path]) -> bool:
