@@ -88,13 +88,14 @@ def run_once(folder: Path, url: str, *, layers: int, steps: int) -> dict[str, fl
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 2000, encoding="utf-8")
     corpus = prepare_corpus(folder / "corpus", inputs=[text]).corpus
     opened: list[Mirror | None] = []
-    open_mirror = start.open_mirror
+    module: Any = start
+    open_mirror = module.open_mirror
 
     def remember(*arguments: Any, **options: Any) -> Mirror | None:
         opened.append(open_mirror(*arguments, **options))
         return opened[-1]
 
-    start.open_mirror = remember
+    module.open_mirror = remember
     clock = Clock()
     start.pretrain(
         {

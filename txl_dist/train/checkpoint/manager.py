@@ -179,7 +179,7 @@ class CheckpointManager:
             return False
         self._newest = result.folder
         if self._mirror is not None:
-            self._mirror.save(result.folder, result.files_by_rank, losses=self._losses_to_keep())
+            self._mirror.save(result.folder, result.names, losses=self._losses_to_keep())
         if self._leads_disk:
             self._prune(result.folder)
         failpoint("saved", step=result.step)

@@ -59,7 +59,7 @@ _POLL_S = 0.05
 
 
 class SaveResult(NamedTuple):
-    """Result of writing one checkpoint. All fields are the same on every rank.
+    """Result of writing one checkpoint. All fields but `names` are the same on every rank.
 
     `step` is the step that was saved, `folder` the checkpoint's folder, and `gib` its size in GiB.
     """
@@ -69,8 +69,8 @@ class SaveResult(NamedTuple):
     gib: float
     error: str
     """Reason why the checkpoint could not be written. It is empty if the checkpoint is complete on disk."""
-    files_by_rank: list[list[str]]
-    """Names of the files that each rank has written."""
+    names: list[str]
+    """Names of the files that this rank has written. They differ between ranks."""
 
 
 class AsyncWriter:
@@ -170,9 +170,12 @@ class AsyncWriter:
             local_reason = None
         else:
             local_reason = _explained(self._error, temporary, needed=self._needed)
-        parts = gather_on_rank0((self._written, local_reason))
+        names = list(self._written)
+        if self.watch.own_disk:
+            parts = gather_objects((self._written, local_reason))  # each node writes the manifest
+        else:
+            parts = gather_on_rank0((self._written, local_reason))
         reasons = [reason for _, reason in parts if reason is not None]
-        files_by_rank = [list(written) for written, _ in parts]
         facts_by_file = {name: facts for written, _ in parts for name, facts in written.items()}
 
         def commit() -> None:
@@ -192,8 +195,8 @@ class AsyncWriter:
             run_on_all_ranks(lambda: _in_file_system(commit, temporary, needed=self._needed))
         except CheckpointError as error:
             run_on_all_ranks(lambda: shutil.rmtree(temporary, ignore_errors=True) if self._leads_disk else None)
-            return SaveResult(step, final, self._needed / 2**30, str(error), files_by_rank)
-        return SaveResult(step, final, self._needed / 2**30, "", files_by_rank)
+            return SaveResult(step, final, self._needed / 2**30, str(error), names)
+        return SaveResult(step, final, self._needed / 2**30, "", names)
 
     def abandon(self) -> None:
         """End a save in progress without committing it. The next start removes its temporary folder."""

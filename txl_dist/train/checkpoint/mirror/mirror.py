@@ -82,16 +82,17 @@ class Mirror:
                 confirm=self._confirm,
             )
 
-    def save(self, folder: Path, files_by_rank: Sequence[Sequence[str]], *, losses: Mapping[int, float]) -> None:
-        """Upload a committed checkpoint in the background.
+    def save(self, folder: Path, names: Sequence[str], *, losses: Mapping[int, float]) -> None:
+        """Upload a committed checkpoint in the background. All ranks call it together.
 
-        `files_by_rank` are the files that each rank has written. `losses` are the validation losses by step, by which
-        the best checkpoint in the mirror is kept.
+        `names` are the files that this rank has written. `losses` are the validation losses by step, by which the best
+        checkpoint in the mirror is kept.
         """
         with self._timed():
+            files_by_rank = gather_objects(list(names))
             if self._uploader is not None:
-                names = files_of_node(files_by_rank, self._nodes, node=self._nodes[self._ranks.rank])
-                self._uploader.enqueue(Upload(folder, tuple(names), dict(losses)))
+                on_node = files_of_node(files_by_rank, self._nodes, node=self._nodes[self._ranks.rank])
+                self._uploader.enqueue(Upload(folder, tuple(on_node), dict(losses)))
 
     def steps_in_use(self) -> set[int]:
         """Return the steps of the checkpoints on the disk that are uploaded now, or wait for their upload."""
@@ -156,7 +157,7 @@ class Mirror:
         if newest is None or newest.parent != self._run_dir / CHECKPOINTS:
             return
         self.forget(step_of(newest))
-        self.save(newest, gather_objects(self._own_share(newest)), losses=losses)
+        self.save(newest, self._own_share(newest), losses=losses)
 
     def _own_share(self, checkpoint: Path) -> list[str]:
         """Return the files of a checkpoint on the disk that this rank uploads for its node."""
