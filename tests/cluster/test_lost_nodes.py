@@ -30,7 +30,7 @@ from txl_dist.artifacts import checkpoint_folder, list_checkpoints
 from txl_dist.train.checkpoint.memories import load_lane_memory
 from txl_dist.train.checkpoint.validate import checkpoint_problems
 
-NUM_STEPS = 60
+NUM_STEPS = 300
 SETTINGS = f"""
 [data]
 path = "corpus"
@@ -54,7 +54,7 @@ max_steps = {NUM_STEPS}
 max_tokens = 64
 [checkpoint]
 every_steps = 10
-keep_last = 100
+keep_last = 1000
 [metrics]
 log_every_steps = 1
 tensorboard = false
@@ -162,8 +162,8 @@ class Nodes:
 
         def is_ready() -> bool:
             newest = max(self.processes(node), default=0)
-            with suppress(psutil.Error):
-                return bool(newest) and len(psutil.Process(newest).net_connections("unix")) > 0
+            with suppress(OSError):  # it is connected to its agent by a socket
+                return any(os.readlink(path).startswith("socket:") for path in Path(f"/proc/{newest}/fd").iterdir())
             return False
 
         wait_for(is_ready, timeout_s=300)
@@ -234,12 +234,12 @@ def show_seconds(nodes: Nodes) -> None:
 def test_a_spare_node_takes_the_rank_of_a_node_that_lost_its_power_and_no_bit_changes(nodes: Nodes) -> None:
     process = nodes.launch(*SPARE_NODE)
     nodes.wait_for_step(10, process)
-    nodes.wait_for_spare("node3")
+    nodes.wait_for_text("has joined the job")
     before = nodes.processes("node1")
     nodes.change("kill", "node2")
     nodes.wait_for_text("rank 1 on node2 continues on node3")
     nodes.wait_for_step(max(losses(nodes.run)) + 2, process)
-    assert nodes.processes("node1") == before, "the survivors keep their processes"
+    assert nodes.processes("node1").items() >= before.items(), "the survivors keep their processes"
     wanted = unbroken(nodes, ranks=2)
     assert nodes.end(process) == 0, nodes.log[-6000:]
     show_seconds(nodes)
@@ -251,7 +251,8 @@ def test_a_spare_node_takes_the_rank_of_a_node_that_lost_its_power_and_no_bit_ch
 @pytest.mark.nightly
 @pytest.mark.parametrize("direction", ["both", "to", "from"])
 def test_the_old_side_of_a_cut_never_writes_and_ends_after_the_network_is_back(nodes: Nodes, direction: str) -> None:
-    process = nodes.launch(*SPARE_NODE)
+    slow = ",".join(f"slow:0:{step}:vote" for step in range(11, 31))  # until the spare has imported everything
+    process = nodes.launch(*SPARE_NODE, fault=slow)
     nodes.wait_for_step(10, process)
     nodes.wait_for_spare("node3")
     nodes.change("cut", "node2", direction)
@@ -300,7 +301,8 @@ def test_rank_0_on_a_node_that_is_cut_off_is_replaced_and_never_writes_again(nod
 @pytest.mark.nightly
 @pytest.mark.parametrize("program", ["txl", "deepspeed"])
 def test_without_a_spare_node_the_job_continues_with_fewer_ranks(nodes: Nodes, program: str) -> None:
-    process = nodes.launch(*SHRINK, "--checkpoint.every_steps", "1", program=program)
+    every_step = ("--checkpoint.every_steps", "1", "--checkpoint.asynchronous", "False")
+    process = nodes.launch(*SHRINK, *every_step, program=program)
     nodes.wait_for_step(10, process)
     nodes.change("kill", "node3")
     nodes.wait_for_text("The job continues with 2 of 3 ranks")
@@ -310,6 +312,7 @@ def test_without_a_spare_node_the_job_continues_with_fewer_ranks(nodes: Nodes, p
     show_seconds(nodes)
     assert_written_by_one(nodes)
     assert memory_goes_on(nodes, lost_at - 1)
+    assert memory_goes_on(nodes, lost_at)  # one of the two steps is the first one with fewer ranks
     assert_near(nodes, ranks=3)
 
 
