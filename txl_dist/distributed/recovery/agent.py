@@ -327,6 +327,7 @@ class Agent:
         elif kind == "heard":
             self._lease_s = message["sent_s"]
         elif kind == "plan":
+            self._is_welcome = True  # an agent that has lost its rank does not look for the job again
             self._plan = message
             self._is_idle = message["rank"] < 0
             if self._is_idle:
