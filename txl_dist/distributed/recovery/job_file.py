@@ -92,6 +92,6 @@ class StoreWatch:
             self.has_ended = True
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection to the store."""
         if self._peer is not None:
             self._peer.close()
