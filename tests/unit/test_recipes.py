@@ -212,7 +212,7 @@ def test_the_commands_of_a_header_are_understood_and_make_train_and_score_one_co
     splits = splits_of(prepared)
     assert {config.data.train_split, config.data.eval_split} <= splits
     assert scored["overrides"].split == ("test" if "test" in splits else "valid")
-    assert "test" in splits or corpus_of(name) in ("tinyshakespeare", "stdlib")
+    assert "test" in splits or corpus_of(name) in ("tinyshakespeare", "stdlib", "web")
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if corpus_of(name) not in OWN_CORPORA])

@@ -121,7 +121,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("train bad.toml", "train.num_lanes = 0: it must be a whole number, 1 or more .rows of the global batch"),
 ]
 FLAGS: list[tuple[str, str]] = [
-    ("prepare texts data/y", "missing: --out PATH.* Did you mean --out data/y?"),
+    ("prepare texts data/y", "missing: --out STR.* Did you mean --out data/y?"),
     ("prepare texts --output data/y", "unknown flag --output. Did you mean --out?"),
     ("prepare texts --output-folder data/y", "unknown flag --output-folder. Did you mean --out?"),
     ("prepare texts --out data/y --tokenizer bep", "it can be auto, .* Did you mean bpe?"),
