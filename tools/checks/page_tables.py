@@ -56,7 +56,7 @@ READING = (
         "which token a lane reads, and the state that resumes it; read `lanes.py` first",
         (
             *("data/format.py", "data/loader/lanes.py", "data/loader/stream_state.py", "data/loader/stream.py"),
-            *("data/loader/shards.py", "data/loader/corpus.py", "data/loader/prefetch.py"),
+            *("data/loader/shards.py", "data/loader/corpus.py"),
         ),
     ),
     Reading(

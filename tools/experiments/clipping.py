@@ -50,7 +50,7 @@ TOKENS = {
     **dict.fromkeys(("enwik8_base", "enwik8_large", "text8_base", "text8_large"), BYTES),
     **dict.fromkeys(("lm1b_base", "lm1b_large", "nvidia_wt103_base", "nvidia_wt103_large"), WORDS),
     **dict.fromkeys(("ptb", "wikitext2", "wikitext2_cpu", "wt103_base", "wt103_large"), WORDS),
-    **dict.fromkeys(("books_bpe_cpu", "modern_quickstart", "quickstart", "stdlib_cpu"), PIECES),
+    **dict.fromkeys(("books_bpe_cpu", "modern_quickstart", "quickstart", "stdlib_cpu", "xl_300m"), PIECES),
     **dict.fromkeys(("xlnet_base", "xlnet_cpu", "xlnet_large"), PIECES),
     "mine": Tokens("bpe", 512),
 }

@@ -159,7 +159,7 @@ def test_bash_completes_commands_flags_settings_choices_and_files(
 
 def test_bash_completes_the_value_after_an_equals_sign_and_other_spellings(scripts: dict[str, Path]) -> None:
     need("bash")
-    choices = ["fp32", "tf32", "bf16", "fp16"]
+    choices = ["fp32", "tf32", "bf16", "fp16", "auto"]
     assert offered_by_bash(scripts["bash"], "txl train e.toml --engine.precision =") == choices
     assert offered_by_bash(scripts["bash"], "txl train e.toml --engine.precision = bf") == ["bf16"]
     assert offered_by_bash(scripts["bash"], "txl train e.toml --engine.cuda-graph ") == ["off", "on", "auto"]

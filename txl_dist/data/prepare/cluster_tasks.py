@@ -374,8 +374,8 @@ def _fetch_rows(work: SharedFiles, folder: Path, name: str, *, rows: tuple[int, 
     begin = int(records["start"][0])
     end = int(records["start"][-1]) + int(records["tokens"][-1])
     records["start"] -= np.uint64(begin)
-    (folder / f"{name}.records").write_bytes(records.tobytes())
-    (folder / f"{name}.ids").write_bytes(work.read(f"{name}.ids", begin * itemsize, end * itemsize))
+    write_bytes(folder / f"{name}.records", records.tobytes())
+    write_bytes(folder / f"{name}.ids", work.read(f"{name}.ids", begin * itemsize, end * itemsize))
 
 
 def count_on_node(places: Places, num_names: int, unknown_id: int | None, split: tuple[str, list[str]]) -> CountedSplit:

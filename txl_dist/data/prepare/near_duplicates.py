@@ -35,7 +35,7 @@ from txl_dist.data.prepare.duplicates import Duplicates, contains, equals_previo
 from txl_dist.data.prepare.minhash import BAND_ENTRY, NUM_HASHES, Signatures, rows_of_bands
 from txl_dist.data.prepare.tokenize import PartInfo, band_entries_of, records_of, signatures_of
 from txl_dist.data.workers import Workers
-from txl_dist.io.files import atomic_replace, write_bytes
+from txl_dist.io.files import atomic_replace, open_new, write_bytes
 
 Int64s = npt.NDArray[np.int64]
 
@@ -244,10 +244,8 @@ def _join_slices(scratch: Path, paths: Sequence[Path], *, num_ordinals: int) -> 
     parents_path = scratch / _PARENTS
     size = 2 * num_ordinals
     num_bytes = size * np.dtype(np.int64).itemsize
-    with parents_path.open("wb") as stream:
-        if hasattr(
-            os, "posix_fallocate"
-        ):  # on a full disk, this is an error, where a mapped file would end the process
+    with open_new(parents_path) as stream:
+        if hasattr(os, "posix_fallocate"):  # on a full disk this is an error. A mapped file would end the process
             os.posix_fallocate(stream.fileno(), 0, num_bytes)
         else:
             stream.truncate(num_bytes)

@@ -29,7 +29,7 @@ from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying
 from txl_dist.errors import DataError, UnreachableError
-from txl_dist.io.files import flush_folder, fsync, open_new
+from txl_dist.io.files import flush_folder, fsync, open_new, write_bytes
 
 Result = TypeVar("Result")
 
@@ -72,7 +72,7 @@ class SharedFiles(ABC):
 
     def fetch(self, name: str, local: Path) -> None:
         """Copy a file to a local path."""
-        local.write_bytes(self.read(name))
+        write_bytes(local, self.read(name))
 
     def find(self, name: str) -> bytes | None:
         """Return the content of a file, or None if it is missing."""

@@ -49,7 +49,7 @@ class Nodes:
         """Make the empty slots and the server of an agent."""
         for path in self.paths(rank):
             path.touch()
-        server = PartnerServer()
+        server = PartnerServer(unreachable_s=60.0)
         server.offer([SlotFile(str(path)) for path in self.paths(rank)])
         return server
 

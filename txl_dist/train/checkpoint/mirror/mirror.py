@@ -18,7 +18,7 @@ from txl_dist.config.load import Config, load_config
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.errors import ConfigError, TxlError, raised_everywhere, translate_errors
-from txl_dist.io.files import read_bytes
+from txl_dist.io.files import read_bytes, write_bytes
 from txl_dist.io.manifest import MANIFEST, files_of
 from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
 from txl_dist.train.checkpoint.mirror.choices import (
@@ -283,7 +283,7 @@ def _check_settings(bucket: Bucket, config: Config) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / SETTINGS
-        path.write_bytes(content)
+        write_bytes(path, content)
         refuse_frozen_changes(load_config(path), config, made=bucket.url)
 
 
