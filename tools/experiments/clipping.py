@@ -82,6 +82,7 @@ def scaled(config: Config, *, steps: int, vocab_size: int, lanes: int = 8) -> Co
         "model.cutoffs": cutoffs,
         "model.tie_projections": ties,
         "optim.warmup_steps": min(optim.warmup_steps, steps // 4),
+        "train.batch_tokens": 0,
         "train.num_lanes": num_lanes,
         "train.microbatch_lanes": min(batch.microbatch_lanes, num_lanes),
         "train.segment_len": segment_len,
@@ -90,6 +91,8 @@ def scaled(config: Config, *, steps: int, vocab_size: int, lanes: int = 8) -> Co
         "engine.precision": "fp32",
         "data.eval_split": "",
         "checkpoint.every_steps": steps,
+        "checkpoint.every_minutes": 0.0,
+        "checkpoint.mirror": "",
         "metrics.log_every_steps": 1,
         "metrics.sample_every_steps": 0,
     }
