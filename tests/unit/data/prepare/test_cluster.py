@@ -55,6 +55,7 @@ def test_a_cluster_makes_the_corpus_of_one_machine(tmp_path: Path, source: Path,
     assert not (tmp_path / ".many.prepare").exists()
 
 
+@pytest.mark.slow
 def test_work_and_output_can_be_in_an_object_store(tmp_path: Path, source: Path) -> None:
     prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
     on_cluster("memory://bucket/many", inputs=[source], block_bytes=2048, workdir="memory://scratch", **SETTINGS)
@@ -69,6 +70,7 @@ def test_work_and_output_can_be_in_an_object_store(tmp_path: Path, source: Path)
     store.rm("/bucket", recursive=True)
 
 
+@pytest.mark.slow
 def test_finished_parts_and_shards_are_kept_after_an_error(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +101,7 @@ def failing(function: Any, after: int) -> Any:
     return limited
 
 
+@pytest.mark.slow
 def test_a_compressed_file_is_encoded_by_few_tasks(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,8 +143,8 @@ def test_a_cluster_drops_what_one_machine_drops(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     prepared(tmp_path / "one", texts)
     source = write_jsonl(tmp_path / "texts.jsonl", texts)
-    settings = PrepareSettings(inputs=[source], cluster="ray", block_bytes=5_000, **SETTINGS).completed()
-    prepare_on_cluster(tmp_path / "out", settings, workers=PoolWorkers(None, 1))
+    settings = {"inputs": [source], "cluster": "ray", "block_bytes": 5_000, **SETTINGS}
+    prepare_on_cluster(tmp_path / "out", workers=PoolWorkers(None, 1), **settings)
     assert (tmp_path / "out/index.json").read_bytes() == (tmp_path / "one/out/index.json").read_bytes()
 
 
