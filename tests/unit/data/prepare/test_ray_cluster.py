@@ -109,6 +109,7 @@ def test_a_killed_node_costs_only_its_parts(tmp_path: Path, source: Path, cluste
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_nodes_and_killed_drivers_change_nothing(tmp_path: Path, source: Path, cluster: Any, seed: int) -> None:
