@@ -72,8 +72,6 @@ class Metrics:
     def __init__(self, run: Path) -> None:
         self._path = run / "metrics.jsonl"
         self._num_bytes = 0
-        self.step = 0
-        """Newest finished step."""
         self.highest_step = 0
         self.steps_again = 0
         self.num_recovered = 0
@@ -99,8 +97,7 @@ class Metrics:
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "train":
             self.steps_again += record["step"] <= self.highest_step
-            self.step = record["step"]
-            self.highest_step = max(self.highest_step, self.step)
+            self.highest_step = max(self.highest_step, record["step"])
             self.step_s.append(record["step_ms"] / 1000)
         elif record.get("event") == "recovered":
             self.num_recovered += 1

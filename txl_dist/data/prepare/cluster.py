@@ -85,6 +85,7 @@ from txl_dist.data.prepare.run import (
     remark_on_names,
     remarks_of_notes,
     statistics_of,
+    summary_of,
 )
 from txl_dist.data.prepare.shared_files import SharedFiles, claim_url, shared_files
 from txl_dist.data.prepare.sources import SourceFile, identities, is_repeatable
@@ -173,15 +174,7 @@ def prepare_on_cluster(
         if not out.is_url:
             scratch = _scratch_of(out.location)
             is_unchanged = move_into_place(scratch / CORPUS, Path(out.location), overwrite=settings.overwrite)
-    return PrepareSummary(
-        corpus=open_corpus(out.location),
-        is_unchanged=is_unchanged,
-        files_left_out=listing.num_other,
-        hidden_files=listing.hidden,
-        remarks=tuple(job.remarks),
-        parts_kept=job.kept["parts"],
-        shards_kept=job.kept["shards"],
-    )
+    return summary_of(job, listing, open_corpus(out.location), is_unchanged=is_unchanged)
 
 
 def _output_of(output: str | Path, settings: PrepareSettings) -> _Output:

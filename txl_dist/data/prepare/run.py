@@ -192,8 +192,13 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
             write_request(scratch / CORPUS, request)
             job.remarks += remarks_on_size(job_settings, tokenizer)
         is_unchanged = move_into_place(scratch / CORPUS, target, overwrite=job_settings.overwrite)
+    return summary_of(job, listing, open_corpus(output), is_unchanged=is_unchanged)
+
+
+def summary_of(job: Preparation, listing: Listing, corpus: Corpus, *, is_unchanged: bool) -> PrepareSummary:
+    """Return the result of a finished preparation. `listing` has the inputs that were left out."""
     return PrepareSummary(
-        corpus=open_corpus(output),
+        corpus=corpus,
         is_unchanged=is_unchanged,
         files_left_out=listing.num_other,
         hidden_files=listing.hidden,
