@@ -208,8 +208,13 @@ def _train(
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
     if member is not None and member.generation > 1:
         nonce += f"g{member.generation}"  # a folder of an older generation is never taken for one of this generation
-    watch = Watch(stops, watchdog, lock, nonce, _own_disk(config, ranks, nonce=nonce))
-    mirror = _mirror_of(config, ranks, watch, member, resume=resume)
+    if config.checkpoint.mirror:
+        watch = Watch(stops, watchdog, lock, nonce, _own_disk(config, ranks, nonce=nonce))
+        mirror = _mirror_of(config, ranks, watch, member, resume=resume)
+    else:
+        prove_shared(run_dir, nonce=nonce, ranks=ranks)
+        watch = Watch(stops, watchdog, lock, nonce)
+        mirror = None
     if mirror is not None:
         stack.callback(mirror.close)
     recovery = _recovery_of(
@@ -306,16 +311,13 @@ def _closing(engine: Engine, ranks: RankInfo, member: Member | None) -> Iterator
 
 
 def _own_disk(config: Config, ranks: RankInfo, *, nonce: str) -> tuple[int, ...]:
-    """Return the ranks of this node if each node has a run directory of its own, which needs a mirror. All ranks call
+    """Return the ranks of this node if each node has a run directory of its own. All ranks of a run with a mirror call
     it together.
 
     Returns an empty tuple if all nodes share the run directory. Raises ConfigError on all ranks if the nodes need a
     shared directory and have none.
     """
     run_dir = Path(config.run.dir)
-    if not config.checkpoint.mirror:
-        prove_shared(run_dir, nonce=nonce, ranks=ranks)
-        return ()
     if is_shared(run_dir, nonce=nonce, ranks=ranks):
         return ()
     needs_sharing = {"recover.spares": config.recover.spares > 0, "guard.on_spike": config.guard.on_spike == "rewind"}
@@ -332,7 +334,7 @@ def _own_disk(config: Config, ranks: RankInfo, *, nonce: str) -> tuple[int, ...]
 
 
 def _mirror_of(config: Config, ranks: RankInfo, watch: Watch, member: Member | None, *, resume: str) -> Mirror | None:
-    """Open the mirror of the run, if it has one. All ranks call it together.
+    """Open the mirror of the run. All ranks call it together.
 
     A job that has lost a rank continues without a mirror that cannot be reached. Otherwise such a mirror raises
     ConfigError on all ranks.

@@ -209,15 +209,13 @@ class Mirror:
         self.seconds += time.perf_counter() - start_s
 
 
-def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -> Mirror | None:
-    """Check and lock the mirror of a run, and return it. Returns None without `checkpoint.mirror`.
+def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -> Mirror:
+    """Check and lock the mirror of a run, and return it.
 
     All ranks call it together, and rank 0 has locked the run directory. Nothing but the lock is written. Raises
     TxlError on all ranks: for a wrong or unreachable address, for the mirror of another run, and for a mirror in use.
     """
     url = config.checkpoint.mirror
-    if not url:
-        return None
     if not is_url(url):
         problem = f"checkpoint.mirror={url} is not a URL. Give one, for example s3://bucket/run."
         raise raised_everywhere(ConfigError(problem))
