@@ -9,7 +9,6 @@ package.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,14 +25,14 @@ from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream_state import StreamState, first_state
 from txl_dist.data.verify import inspect as of_corpus
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import CheckpointError, DataError, TxlError
 from txl_dist.report.inspect_options import InspectOptions
-from txl_dist.report.recoveries import RecoveryRecord, read_recoveries, recovery_rows
+from txl_dist.report.records import History, history_of, read_history
+from txl_dist.report.recoveries import RecoveryRecord, recoveries_of, recovery_rows
 from txl_dist.rng import derive_seed
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
 from txl_dist.train.checkpoint.validate import checkpoint_problems, lane_files, lanes_of, memory_form, read_state
-from txl_dist.train.run_dir import evaluated_losses
 from txl_dist.vocabulary_clusters import best_cutoffs
 
 _BESIDE = {
@@ -173,6 +172,15 @@ def _change_between(reached: StreamState, saved: StreamState) -> str:
     return ""
 
 
+def _losses_by_step(history: History) -> dict[int, float]:
+    """Return the losses of the evaluations that decide which checkpoint is the best, in nats per token."""
+    losses = {}
+    for step, loss in zip(history.held_out["step"], history.held_out["loss"], strict=True):
+        if math.isfinite(loss):
+            losses[int(step)] = float(loss)
+    return losses
+
+
 def run_facts(run_dir: Path) -> dict[str, Any]:
     """Return the facts of a run: its checkpoints, and the other entries of its folder.
 
@@ -180,7 +188,11 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
     """
     summaries = {folder: _summary(folder) for folder in list_checkpoints(run_dir)}
     checkpoints = [summary for folder, summary in summaries.items() if folder.is_dir()]  # a run may remove some
-    losses = evaluated_losses(run_dir, up_to=sys.maxsize)
+    try:
+        history = read_history(run_dir)
+    except DataError:  # the run has no records
+        history = history_of([])
+    losses = _losses_by_step(history)
     names = set()
     whole_steps = []
     for checkpoint in checkpoints:
@@ -199,7 +211,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
         "newest_whole": max(whole_steps, default=None),
         "best_step": min(losses, key=losses.__getitem__, default=None),
         "checkpoints": checkpoints,
-        "recoveries": [recovery._asdict() for recovery in read_recoveries(run_dir)],
+        "recoveries": [recovery._asdict() for recovery in recoveries_of(history.events)],
         "beside": [{"name": name, "what": _what_is(name)} for name in sorted(others)],
     }
 

@@ -12,13 +12,10 @@ true cost of a restart is higher.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from txl_dist.artifacts import RECORDS
 from txl_dist.console.formatting import format_duration, printable
-from txl_dist.io.files import open_regular
-from txl_dist.report.records import Event, History, history_of, is_number
+from txl_dist.report.records import Event, History, is_number
 
 PHASES = ("notice_s", "regroup_s", "restore_s", "redo_s")
 """Fields of the event `recovered`: seconds to notice the loss, to regroup, to restore the state, and to repeat the
@@ -70,20 +67,6 @@ class Goodput(NamedTuple):
 def recoveries_of(events: Iterable[Event]) -> list[RecoveryRecord]:
     """Return the recoveries among the events of a run. Values that are missing become 0 or empty."""
     return [_recovery(event) for event in events if event.name == "recovered"]
-
-
-def read_recoveries(run_dir: Path) -> list[RecoveryRecord]:
-    """Return the recoveries in the records of a run, without other records. Hours are unknown, and are 0.
-
-    The list is empty if the records cannot be read.
-    """
-    try:
-        with open_regular(run_dir / RECORDS) as stream:
-            lines = [line for line in stream if b'"recovered"' in line]
-    except OSError:
-        return []
-    events = history_of(lines).events
-    return recoveries_of(event._replace(hours=0.0) for event in events)
 
 
 def _recovery(event: Event) -> RecoveryRecord:

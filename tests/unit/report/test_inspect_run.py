@@ -239,6 +239,18 @@ def test_a_run_shows_each_checkpoint_whole_or_why_not_the_best_one_and_what_lies
     assert capsys.readouterr().out == f"{damaged}: engine/00001.safetensors does not match its sha256\n"
 
 
+def test_a_run_with_held_out_sets_alone_shows_the_losses_of_the_first_set(
+    golden_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = []
+    for step, first, second in ((8, 5.5, 4.0), (12, 5.25, 4.5)):  # an evaluation writes its first set last
+        records.append({"kind": "eval_books", "step": step, "loss": second})
+        records.append({"kind": "eval_news", "step": step, "loss": first})
+    (golden_run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["inspect", str(golden_run)]) == 0
+    assert "5.2500 (best)" in capsys.readouterr().out
+
+
 def test_a_run_without_checkpoints_and_one_with_a_torn_state_are_shown_too(
     golden_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
