@@ -51,6 +51,13 @@ HEARTBEAT_S = 0.25
 """Seconds between two heartbeats on the status page."""
 CUT_EVERY_S = 0.05
 """Seconds between two cuts while the main thread has not left its generation."""
+MOST_CUTS = 10
+"""Number of cuts after which a process whose main thread is still inside a collective kills itself.
+
+gloo does not end a collective if a cut comes in the middle of a message: `Pair::signalException` wakes the operations
+that wait for their message, but not the one whose message has arrived in part. The collective then waits until its
+timeout. Nothing in this process can end it, and no state is lost with the process.
+"""
 PLAN_S = 5.0
 """Seconds to wait for a plan after an error in a collective. Without a plan the error is this rank's own."""
 OWN_S = 0.5
@@ -148,6 +155,7 @@ class Member:
         self._end: Message = {"code": HANG, "reason": ""}
         self._condition = threading.Condition()
         self._cut = new_cut()
+        self._num_cuts = 0
         self._store: TCPStore | None = None
         self._lock: RunLock | None = None
         try:
@@ -414,11 +422,20 @@ class Member:
                     os._exit(HANG)
                 for message in messages:
                     self._receive(message)
-            frame = sys._current_frames().get(self._main)
-            self._page.heartbeat(is_waiting=is_waiting(self._main) or is_in_collective(frame))
-            del frame
+            in_collective = is_in_collective(sys._current_frames().get(self._main))
+            self._page.heartbeat(is_waiting=is_waiting(self._main) or in_collective)
             if self.must_leave:
                 self._cut.cut()
+                self._end_if_stuck(in_collective=in_collective)
+            else:
+                self._num_cuts = 0
+
+    def _end_if_stuck(self, *, in_collective: bool) -> None:
+        """Kill this process if many cuts in a row did not end the main thread's collective. The agent replaces it."""
+        self._num_cuts = self._num_cuts + 1 if in_collective else 0
+        if self._num_cuts > MOST_CUTS and self._is_superseded():
+            note_in_file("recovery: a collective does not end, so this process is replaced too")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _receive(self, message: Message) -> None:
         """Act on a message of the agent, in the thread."""
