@@ -18,9 +18,9 @@ from tests.chaos.runs import Run
 from tests.helpers import forked
 from tests.helpers.job import Job
 from tests.helpers.object_store import ObjectStore, serve_objects
+from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.distributed.processes import process_id
-from txl_dist.train.checkpoint.mirror.bucket import Bucket
-from txl_dist.train.checkpoint.mirror.ownership import MirrorLock
 
 pytestmark = pytest.mark.dist
 
@@ -161,7 +161,7 @@ def test_twenty_random_kills_are_each_survived_on_an_empty_disk(lab: Lab, store:
 
 def test_a_mirror_in_use_or_out_of_reach_is_refused_before_any_work(lab: Lab, store: ObjectStore) -> None:
     run = lab.new_run("refused")
-    lock = MirrorLock.acquire(Bucket(f"{store.url}/used"), "abc", nonce="held")
+    lock = BucketLock.acquire(Bucket(f"{store.url}/used"), "run abc", nonce="held", remedy="")
     try:
         with lab.start(run, "--checkpoint.mirror", f"{store.url}/used", ranks=1) as job:
             assert job.wait(limit_s=400) == [2]
@@ -171,5 +171,5 @@ def test_a_mirror_in_use_or_out_of_reach_is_refused_before_any_work(lab: Lab, st
     with lab.start(run, "--checkpoint.mirror", "s3://nowhere/run", ranks=1) as job:
         assert job.wait(limit_s=400) == [2]
     assert "cannot write s3://nowhere/run/LOCK.json" in job.text
-    assert "Check the address, the network and the credentials" in job.text
+    assert "Check the address, the network, the credentials" in job.text
     assert not Path(run.dir).exists()

@@ -134,7 +134,7 @@ def in_new_process(url: str, *, layers: int, steps: int) -> dict[str, float]:
 
 def rates(file_system: Any, folder: Path, *, mib: int, rounds: int) -> tuple[list[float], list[float]]:
     """Return MiB per second of each round (by the mirror's thread, by s3fs), for two files of `mib` MiB."""
-    from txl_dist.train.checkpoint.mirror.bucket import Bucket
+    from txl_dist.data.storage.bucket import Bucket
     from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
 
     ours = []

@@ -87,11 +87,12 @@ from txl_dist.data.prepare.run import (
     statistics_of,
     summary_of,
 )
-from txl_dist.data.prepare.shared_files import SharedFiles, claim_url, shared_files
+from txl_dist.data.prepare.shared_files import STAMP, SharedFiles, claim_url, shared_files
 from txl_dist.data.prepare.sources import SourceFile, identities, is_repeatable
 from txl_dist.data.prepare.tokenize import PartInfo
 from txl_dist.data.prepare.workdir import CORPUS, another_corpus, check_target, claim_scratch, move_into_place
 from txl_dist.data.ray_workers import connect
+from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.data.workers import Workers
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.io.files import write_bytes, write_hashed_json
@@ -128,7 +129,13 @@ class _Output:
         """Work folder, and folder or URL that the shards are written to."""
         if self.is_url:
             return Places(self.work, self.location)
-        return Places(self.work, str(_scratch_of(self.location) / CORPUS))
+        return Places(self.work, f"{self.scratch}/{CORPUS}")
+
+    @property
+    def scratch(self) -> str:
+        """Absolute path or URL of the folder next to the output that a preparation locks."""
+        parent, _, name = self.location.rpartition("/")
+        return f"{parent}/.{name}.prepare"
 
 
 def prepare_on_cluster(
@@ -148,9 +155,7 @@ def prepare_on_cluster(
         )
     listing, remarks = list_files(settings)
     _check_inputs(listing.files)
-    files = [
-        file if has_scheme(file.path) else file._replace(path=os.path.abspath(file.path)) for file in listing.files
-    ]
+    files = [_on_all_nodes(file) for file in listing.files]
     request = request_of(settings, files)
     if out.is_url:
         if _is_there(out, request):
@@ -165,39 +170,34 @@ def prepare_on_cluster(
         if workers is None:
             _, _, address = settings.cluster.partition("=")
             workers = stack.enter_context(connect(address, num_workers=settings.num_workers))
-        _claim(out, stack, stamp=stamp, can_continue=can_continue)
+        locks = _claim(out, stack, stamp=stamp, can_continue=can_continue)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-prepare-")))
         job = Preparation(on_all_nodes(settings), folder, files, remarks)
         _check_nodes(job, out.places, workers)
-        _make_corpus(job, out.places, workers, request, stamp=stamp)
+        _make_corpus(job, out.places, workers, request, stamp=stamp, locks=locks)
         is_unchanged = False
         if not out.is_url:
-            scratch = _scratch_of(out.location)
-            is_unchanged = move_into_place(scratch / CORPUS, Path(out.location), overwrite=settings.overwrite)
+            written = Path(out.scratch, CORPUS)
+            is_unchanged = move_into_place(written, Path(out.location), overwrite=settings.overwrite)
     return summary_of(job, listing, open_corpus(out.location), is_unchanged=is_unchanged)
 
 
 def _output_of(output: str | Path, settings: PrepareSettings) -> _Output:
     """Return the output and its work folder. Raises ConfigError for a URL that cannot be the output."""
-    given = str(output)
+    given = str(output).removeprefix("file://")
     is_url = has_scheme(given)
     if is_url and settings.overwrite:
         raise ConfigError(
             f"--overwrite cannot replace a corpus at a URL ({given}). Choose another URL, or remove that corpus first."
         )
-    location = given.rstrip("/") if is_url else str(Path(output).resolve())
+    location = given.rstrip("/") if is_url else str(Path(given).resolve())
     parent, _, name = location.rpartition("/")
     if parent.endswith(":/"):
         raise ConfigError(f"the output {given} is a whole bucket. Give a folder in it, such as {given}/NAME.")
-    above = settings.workdir.rstrip("/") or parent
+    above = settings.workdir.removeprefix("file://").rstrip("/") or parent
     if not has_scheme(above):
         above = os.path.abspath(above)
     return _Output(location, f"{above}/.{name}.prepare")
-
-
-def _scratch_of(location: str) -> Path:
-    target = Path(location)
-    return target.with_name(f".{target.name}.prepare")
 
 
 def _check_inputs(files: Sequence[SourceFile]) -> None:
@@ -229,23 +229,26 @@ def _is_there(out: _Output, request: RequestHashes) -> bool:
         if (prepared.get("settings"), prepared.get("inputs")) != (request.settings, request.inputs):
             raise another_corpus(Path(out.location), "it was prepared from other inputs or settings")
         return True
-    if files.sizes() and not shared_files(out.work).sizes():
+    if files.sizes() and shared_files(out.scratch).find(STAMP) is None:
         raise DataError(f"{out.location} contains other files but no corpus. Choose another output.")
     return False
 
 
-def _claim(out: _Output, stack: ExitStack, *, stamp: str, can_continue: bool) -> None:
-    """Lock the work folder and the place of the shards until `stack` ends. Raises DataError if another process uses
-    them."""
-    if not out.is_url:
-        target = Path(out.location)
-        scratch = stack.enter_context(claim_scratch(target, stamp=stamp, can_continue=can_continue))
-        (scratch / CORPUS).mkdir(exist_ok=True)
-    if has_scheme(out.work):
-        stack.enter_context(claim_url(shared_files(out.work), stamp=stamp, can_continue=can_continue))
-    elif out.is_url or Path(out.work) != _scratch_of(out.location):
-        target = Path(out.work).with_name(Path(out.location).name)
+def _claim(out: _Output, stack: ExitStack, *, stamp: str, can_continue: bool) -> list[BucketLock]:
+    """Lock the folder next to the output and the work folder until `stack` ends. Returns the locks at URLs.
+
+    Raises ConfigError or DataError if another process uses them.
+    """
+    locks = []
+    for place in dict.fromkeys((out.scratch, out.work)):
+        if has_scheme(place):
+            locks.append(stack.enter_context(claim_url(place, stamp=stamp, can_continue=can_continue)))
+            continue
+        target = Path(place).with_name(Path(out.location).name)
         stack.enter_context(claim_scratch(target, stamp=stamp, can_continue=can_continue))
+    if not out.is_url:
+        Path(out.places.corpus).mkdir(exist_ok=True)
+    return locks
 
 
 def _check_nodes(job: Preparation, places: Places, workers: Workers) -> None:
@@ -261,14 +264,22 @@ def _check_nodes(job: Preparation, places: Places, workers: Workers) -> None:
         shared_files(location).remove(["token"])
 
 
-def _make_corpus(job: Preparation, places: Places, workers: Workers, request: RequestHashes, *, stamp: str) -> None:
+def _make_corpus(
+    job: Preparation,
+    places: Places,
+    workers: Workers,
+    request: RequestHashes,
+    *,
+    stamp: str,
+    locks: Sequence[BucketLock],
+) -> None:
     """Run the tasks of the preparation, and write the files of the corpus, the index last."""
     settings = job.settings
     work = shared_files(places.work)
     choose = partial(choose_on_node, places, settings)
     job.reading, remarks = next(workers.in_order(choose, [job.files]))
     job.remarks += remarks
-    work.fetch(TOKENIZER_NAME, job.scratch / TOKENIZER_NAME)
+    work.download(TOKENIZER_NAME, job.scratch / TOKENIZER_NAME)
     tokenizer = load_tokenizer(job.scratch / TOKENIZER_NAME)
     scan = ScanJob(
         places,
@@ -301,9 +312,11 @@ def _make_corpus(job: Preparation, places: Places, workers: Workers, request: Re
     write_bytes(job.scratch / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
     write_hashed_json(job.scratch / INDEX_NAME, index)
     write_request(job.scratch, request)
+    for lock in locks:
+        lock.check()
     corpus = shared_files(places.corpus)
     for name in (TOKENIZER_NAME, PREPARED_NAME, INDEX_NAME):  # the index makes the files a corpus
-        corpus.push(job.scratch / name, name)
+        corpus.upload(job.scratch / name, name)
 
 
 def file_groups(files: Sequence[SourceFile], *, group_bytes: int) -> Iterator[FileGroup]:

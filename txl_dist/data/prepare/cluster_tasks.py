@@ -193,7 +193,7 @@ def choose_on_node(places: Places, settings: PrepareSettings, files: Sequence[So
         choose_held_out(job, streams)
         make_tokenizer(job)
         for name in (TOKENIZER_NAME, TOKENIZER_DONE):
-            work.push(folder / name, name)
+            work.upload(folder / name, name)
     return job.reading, job.remarks
 
 
@@ -266,8 +266,8 @@ def encode_on_node(job: EncodeJob, task: EncodeTask) -> list[PartInfo]:
             placed = part._replace(begin=expected.begin, end=expected.end, stored_bytes=expected.stored_bytes)
             infos.append(encode_part(PartTask(encoding, number, inputs, placed)))
             paths = sorted(folder.glob(f"{name}-*"))
-            _in_threads(lambda path: work.push(path, path.name), paths)
-            work.push(folder / f"{name}.json", f"{name}.json")
+            _in_threads(lambda path: work.upload(path, path.name), paths)
+            work.upload(folder / f"{name}.json", f"{name}.json")
             for written in folder.glob(f"{name}*"):
                 written.unlink()
     return infos
@@ -298,7 +298,7 @@ def plan_on_node(job: PlanJob, _: None) -> ShardPlan:
     stems = {name_of_part(part.number, split) for part in parts for split in part.documents}
     with _node_folder() as folder, start_workers(1) as workers:
         names = [name for name in work.sizes() if name.partition(".")[0] in stems and not name.endswith(".ids")]
-        _in_threads(lambda name: work.fetch(name, folder / name), names)
+        _in_threads(lambda name: work.download(name, folder / name), names)
         plan = plan_shards(
             folder,
             parts,
@@ -308,7 +308,7 @@ def plan_on_node(job: PlanJob, _: None) -> ShardPlan:
             is_lossless=job.is_lossless,
             workers=workers,
         )
-        work.push(folder / DROPPED, DROPPED)
+        work.upload(folder / DROPPED, DROPPED)
         splits: dict[str, tuple[SplitInfo, list[ShardTask]]] = {}
         for split, (info, tasks) in plan.splits.items():
             if tasks:
@@ -346,17 +346,17 @@ def write_on_node(places: Places, num_parts: int, task: WriteTask) -> list[Shard
             _fetch_rows(work, folder, name_of_part(number, task.split), rows=rows, itemsize=itemsize)
 
         _in_threads(fetch, numbers)
-        work.fetch(DROPPED, folder / DROPPED)
+        work.download(DROPPED, folder / DROPPED)
         (folder / CORPUS).mkdir()
         for shard in task.shards:
             written = write_planned(shard._replace(scratch=str(folder), parts=tuple(numbers)))
             infos.append(written.info)
             for name in (shard.name, f"{shard.name}.idx"):
-                corpus.push(folder / CORPUS / name, name)
+                corpus.upload(folder / CORPUS / name, name)
                 (folder / CORPUS / name).unlink()
             for suffix in ("counts", "json"):
                 name = f"shard-{shard.name}.{suffix}"
-                work.push(folder / name, name)
+                work.upload(folder / name, name)
     return infos
 
 

@@ -120,9 +120,9 @@ def retrying(
 ) -> Result:
     """Call `action` until it succeeds, at most `retries` + 1 times, and return its result.
 
-    `what` names the source and `verb` the action in messages. Raises DataError at once if the file does not exist, and
-    after the last try if the bytes were damaged. Raises UnreachableError at once if access is forbidden, and after the
-    last try if the connection failed.
+    `what` names the source and `verb` the action in messages. Raises DataError at once if a file to read is missing,
+    and after the last try if the bytes were damaged. Raises UnreachableError at once if access is forbidden, and after
+    the last try if the connection failed.
     """
     for attempt in range(1, retries + 2):
         try:
@@ -132,13 +132,11 @@ def retrying(
         except Exception as problem:  # noqa: BLE001  each library fails in its own way
             error = _real(problem)
             if attempt > retries or _is_final(error):
-                is_damage = isinstance(error, FileNotFoundError | DamageError)
-                if is_damage:
-                    error_type = DataError
-                else:
-                    error_type = UnreachableError
+                is_missing = isinstance(error, FileNotFoundError) and verb == "read"
+                error_type = DataError if is_missing or isinstance(error, DamageError) else UnreachableError
+                tries = f" (try {attempt} of {retries + 1})" if retries else ""
                 raise error_type(
-                    f"cannot {verb} {what}: {_reason(error)} (try {attempt} of {retries + 1}). "
+                    f"cannot {verb} {what}: {_reason(error)}{tries}. "
                     "Check the address, the network, the credentials and the file at this address."
                 ) from error
             # Not from the global generator: reading data must not change what is drawn elsewhere.
@@ -179,10 +177,16 @@ def _is_final(error: Exception) -> bool:
 def _reason(error: Exception) -> str:
     """Return the text of an error, as a part of a message."""
     if isinstance(error, FileNotFoundError):
-        return "it does not exist"
+        return "the bucket does not exist" if s3_code(error) == "NoSuchBucket" else "it does not exist"
     if type(error) in (OSError, DamageError):
         return str(error)
     return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def s3_code(error: Exception) -> str:
+    """Return S3's code for an error that s3fs has raised, or an empty text."""
+    response = getattr(error.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
 
 
 def watched(action: Callable[[], Result], *, progress: Callable[[], int] = lambda: 0, num_bytes: int = 0) -> Result:

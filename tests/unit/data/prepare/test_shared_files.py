@@ -12,10 +12,10 @@ import pytest
 
 from txl_dist.data.prepare.cluster import _NodeRates
 from txl_dist.data.prepare.cluster_tasks import Places, check_node
-from txl_dist.data.prepare.shared_files import OWNER, STAMP, FolderFiles, SharedFiles, claim_url, shared_files
-from txl_dist.errors import DataError, UnreachableError
-
-BEAT_S = 0.05
+from txl_dist.data.prepare.shared_files import STAMP, FolderFiles, SharedFiles, claim_url, shared_files
+from txl_dist.data.storage.bucket_lock import LOCK
+from txl_dist.distributed.processes import process_id
+from txl_dist.errors import ConfigError, DataError, UnreachableError
 
 
 @pytest.fixture(params=["folder", "memory://shared"])
@@ -30,7 +30,7 @@ def test_files_are_written_read_by_range_and_removed(files: SharedFiles, tmp_pat
     (tmp_path / "local").write_bytes(b"pushed")
     files.write("a", b"0123456789")
     files.write("a", b"abcdefghij")
-    files.push(tmp_path / "local", "b")
+    files.upload(tmp_path / "local", "b")
     assert files.read("a") == b"abcdefghij"
     assert files.read("a", 2, 5) == b"cde"
     assert files.read("a", 5, 5) == b""
@@ -44,42 +44,60 @@ def test_files_are_written_read_by_range_and_removed(files: SharedFiles, tmp_pat
 def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
     files = FolderFiles(str(tmp_path))
     with pytest.raises(UnreachableError, match=r"cannot write .*/name on"):
-        files.push(tmp_path, "name")  # a folder cannot be copied as a file
+        files.upload(tmp_path, "name")  # a folder cannot be copied as a file
     assert not list(tmp_path.iterdir())
 
 
 def test_a_url_is_used_by_one_process_at_a_time() -> None:
     files = shared_files("memory://claimed")
-    with claim_url(files, stamp="settings", can_continue=True, beat_s=BEAT_S):
-        with pytest.raises(DataError, match="memory://claimed is used by process"):
-            enter(files, "settings")
+    with claim_url("memory://claimed", stamp="settings", can_continue=True):
+        with pytest.raises(
+            ConfigError, match=r"memory://claimed is in use by another job: txl prepare, pid .*--workdir"
+        ):
+            enter("memory://claimed", "settings")
         files.write("part", b"work")
     assert not files.sizes()
 
 
 def test_the_work_of_a_dead_process_is_continued_or_discarded() -> None:
     files = shared_files("memory://left")
-    files.write(OWNER, json.dumps({"owner": "process 1 on gone", "beat": 7}).encode())
+    dead = process_id()._replace(start_ticks=1)
+    owner = {"label": "txl prepare", "process": dead, "nonce": "dead", "started": "today", "beats": 7}
+    files.write(LOCK, json.dumps(owner).encode())
     files.write(STAMP, b"settings")
     files.write("part", b"work")
     with pytest.raises(RuntimeError):
-        enter(files, "settings", error=RuntimeError("an error keeps the work"))
+        enter("memory://left", "settings", error=RuntimeError("an error keeps the work"))
     assert files.read("part") == b"work"
     assert files.sizes().keys() == {STAMP, "part"}
-    with claim_url(files, stamp="other settings", can_continue=True, beat_s=BEAT_S):
-        assert files.sizes().keys() == {STAMP, OWNER}
+    with claim_url("memory://left", stamp="other settings", can_continue=True):
+        assert files.sizes().keys() == {STAMP, LOCK}
 
 
 def test_files_of_another_program_are_not_removed() -> None:
     files = shared_files("memory://theirs")
     files.write("thesis.txt", b"years of work")
     with pytest.raises(DataError, match="contains 1 file of another program"):
-        enter(files, "settings")
+        enter("memory://theirs", "settings")
     assert files.sizes().keys() == {"thesis.txt"}
 
 
-def enter(files: SharedFiles, stamp: str, *, error: Exception | None = None) -> None:
-    with claim_url(files, stamp=stamp, can_continue=True, beat_s=BEAT_S):
+def test_a_process_that_lost_a_url_removes_nothing() -> None:
+    files = shared_files("memory://lost")
+    with claim_url("memory://lost", stamp="settings", can_continue=True) as lock:
+        files.write("part", b"work of another process")
+        files.remove([LOCK])
+        with claim_url("memory://lost", stamp="settings", can_continue=True):
+            with pytest.raises(ConfigError, match="another job has taken over memory://lost"):
+                lock.check()
+            files.write("part", b"work of another process")
+            kept = files.sizes()
+    assert "part" in kept
+    fsspec.filesystem("memory").store.clear()
+
+
+def enter(url: str, stamp: str, *, error: Exception | None = None) -> None:
+    with claim_url(url, stamp=stamp, can_continue=True):
         if error is not None:
             raise error
 

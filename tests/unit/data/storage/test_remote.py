@@ -132,7 +132,7 @@ def test_after_the_last_try_the_error_names_source_reason_and_tries() -> None:
     with pytest.raises(DataError, match=r"cannot read s3://b/c: reset 3 \(try 4 of 4\)\. Check"):
         retrying(action, what="s3://b/c", retries=3, sleep=lambda _: None)
     assert action.calls == 4
-    with pytest.raises(DataError, match=r"try 1 of 1"):
+    with pytest.raises(DataError, match=r"cannot read x: reset\. Check"):
         retrying(Flaky(OSError("reset")), what="x", retries=0, sleep=lambda _: None)
 
 

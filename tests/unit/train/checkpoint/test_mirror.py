@@ -1,8 +1,7 @@
-"""The mirror: decisions about checkpoints in two places, its lock, and the thread that uploads."""
+"""The mirror: decisions about checkpoints in two places, and the thread that uploads."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +12,11 @@ import pytest
 
 from txl_dist.artifacts import CHECKPOINTS
 from txl_dist.config.schema import CheckpointSection
-from txl_dist.distributed.processes import ProcessId, process_id
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.data.storage.bucket import Bucket
+from txl_dist.errors import ConfigError, UnreachableError
 from txl_dist.io.files import sha256_of_bytes
 from txl_dist.io.manifest import MANIFEST, listed_files, write_manifest
 from txl_dist.train.checkpoint.mirror import uploads
-from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
 from txl_dist.train.checkpoint.mirror.choices import (
     MirroredCheckpoint,
     common_files,
@@ -34,7 +32,7 @@ from txl_dist.train.checkpoint.mirror.choices import (
 )
 from txl_dist.train.checkpoint.mirror.downloads import _Fetch
 from txl_dist.train.checkpoint.mirror.mirror import leaders_of
-from txl_dist.train.checkpoint.mirror.ownership import LOCK, MirrorLock, claim_id, read_mirror_id
+from txl_dist.train.checkpoint.mirror.ownership import claim_id, read_mirror_id
 from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
 
 
@@ -135,66 +133,6 @@ def test_a_node_needs_the_files_of_its_ranks_and_lanes_and_all_weights_when_they
     assert needed_files(files, ranks=(0,), lanes=[]) == files[:1]
 
 
-def test_objects_are_written_read_created_once_and_removed(bucket: Bucket, tmp_path: Path) -> None:
-    assert bucket.sizes() == {}
-    assert bucket.read("a/b") is None
-    bucket.write("a/b", b"one")
-    bucket.write("a/b", b"two!")
-    assert bucket.read("a/b") == b"two!"
-    assert not bucket.create("a/b", b"three")
-    assert bucket.create("c", b"three")
-    assert bucket.sizes() == {"a/b": 4, "c": 5}
-    assert bucket.sizes("a") == {"a/b": 4}
-    bucket.download("a/b", tmp_path / "copy", num_bytes=4)
-    bucket.upload(tmp_path / "copy", "d")
-    bucket.remove(["a/b", "none"])
-    assert bucket.sizes() == {"c": 5, "d": 4}
-
-
-def test_a_missing_package_or_an_unknown_scheme_is_said_with_its_remedy() -> None:
-    with pytest.raises(DataError, match="can run programs"):
-        Bucket("zip://a::file://b")
-    with pytest.raises(DataError, match="pip install 'adlfs'"):
-        Bucket("az://container/run")
-
-
-def test_the_second_job_is_refused_with_the_name_of_the_first(bucket: Bucket) -> None:
-    lock = MirrorLock.acquire(bucket, "run1", nonce="first")
-    with pytest.raises(
-        ConfigError, match=rf"in use by another job: run run1, pid {process_id().pid} on .*--checkpoint"
-    ):
-        MirrorLock.acquire(bucket, "run1", nonce="second")
-    MirrorLock.acquire(bucket, "run1", nonce="first").release()  # after the loss of a rank, in the same job
-    lock.release()
-    MirrorLock.acquire(bucket, "run1", nonce="second").release()
-    assert bucket.sizes() == {}
-
-
-def owner_elsewhere(bucket: Bucket, *, beats: int) -> None:
-    process = ProcessId("another host", "its boot", 7, 7)
-    owner = {"run_id": "run1", "process": process, "nonce": "other", "started": "today", "beats": beats}
-    bucket.write(LOCK, json.dumps(owner).encode())
-
-
-def test_a_job_on_another_machine_keeps_the_lock_by_its_heartbeat(bucket: Bucket) -> None:
-    owner_elsewhere(bucket, beats=1)
-    waits = iter(range(2, 100))
-    with pytest.raises(ConfigError, match="pid 7 on another host, since today"):
-        MirrorLock.acquire(bucket, "run1", nonce="new", wait=lambda _: owner_elsewhere(bucket, beats=next(waits)))
-
-
-def test_a_silent_job_loses_the_lock_and_notices(bucket: Bucket) -> None:
-    owner_elsewhere(bucket, beats=1)
-    lock = MirrorLock.acquire(bucket, "run1", nonce="new", wait=lambda _: None)
-    lock.beat()
-    assert not lock.is_lost
-    owner_elsewhere(bucket, beats=2)
-    lock.beat()
-    assert lock.is_lost
-    lock.release()
-    assert LOCK in bucket.sizes()  # the lock of the other job
-
-
 def test_the_id_of_a_new_mirror_is_given_once(bucket: Bucket) -> None:
     assert read_mirror_id(bucket) == ""
     run_id = claim_id(bucket, "")
@@ -232,7 +170,7 @@ class SlowBucket(Bucket):
         assert self.gate.wait(60)
         if self.failures:
             self.failures -= 1
-            raise MirrorError(f"no space for {name}")
+            raise UnreachableError(f"no space for {name}.")
         super().upload(path, name)
 
 
@@ -257,7 +195,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Uploader]]:
 
 
 def whole_steps(bucket: Bucket) -> list[int]:
-    return [found.step for found in list_mirrored(bucket.sizes(CHECKPOINTS)) if found.is_whole]
+    return [found.step for found in list_mirrored(bucket.sizes(CHECKPOINTS, nested=True)) if found.is_whole]
 
 
 def test_checkpoints_are_uploaded_with_the_records_and_old_ones_removed(
@@ -270,9 +208,9 @@ def test_checkpoints_are_uploaded_with_the_records_and_old_ones_removed(
         uploader.enqueue(checkpoint(run, step))
         wait_for(lambda: uploader.is_idle)
     assert whole_steps(bucket) == [2, 3]
-    assert bucket.read("metrics.jsonl") == b"{}\n"
-    newest = list_mirrored(bucket.sizes(CHECKPOINTS))[-1]
-    assert set(listed_files(bucket.read(newest.manifest) or b"", where="there")) == {
+    assert bucket.find("metrics.jsonl") == b"{}\n"
+    newest = list_mirrored(bucket.sizes(CHECKPOINTS, nested=True))[-1]
+    assert set(listed_files(bucket.find(newest.manifest) or b"", where="there")) == {
         "engine/00000.safetensors",
         "state.json",
     }

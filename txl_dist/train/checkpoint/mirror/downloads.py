@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from txl_dist.artifacts import CHECKPOINTS, LOG, RECORDS, checkpoint_folder, list_checkpoints, step_of
 from txl_dist.console.formatting import format_bytes
 from txl_dist.console.logging import logger, warn_for_all
+from txl_dist.data.storage.bucket import Bucket
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
-from txl_dist.errors import CheckpointError, raised_everywhere
+from txl_dist.errors import CheckpointError, UnreachableError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import flush_folder, resolve_inside, sha256_of_file, write_bytes
 from txl_dist.io.manifest import MANIFEST, commit_folder, listed_files
-from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
 from txl_dist.train.checkpoint.mirror.choices import MirroredCheckpoint, list_mirrored, newest_first
 from txl_dist.train.checkpoint.read import examine_together
 from txl_dist.train.checkpoint.validate import Examination
@@ -52,7 +52,7 @@ def bring_newest(place: Place) -> dict[Path, Examination]:
     """Download the newest whole checkpoint of the mirror, unless the disk has a whole one of the same or a later step.
 
     All ranks call it together. Returns the results of the checks of checkpoints on the disk, for `choose_together`.
-    Raises MirrorError if the mirror cannot be read, and CheckpointError if no checkpoint of both places is whole.
+    Raises UnreachableError if the mirror cannot be read, and CheckpointError if no checkpoint of both places is whole.
     """
     candidates = run_on_rank0(lambda: _candidates(place))
     examined: dict[Path, Examination] = {}
@@ -84,14 +84,14 @@ def bring_newest(place: Place) -> dict[Path, Examination]:
 def _candidates(place: Place) -> list[int | MirroredCheckpoint]:
     """Return the checkpoints of both places, the newest first, on rank 0."""
     assert place.bucket is not None
-    mirrored = list_mirrored(place.bucket.sizes(CHECKPOINTS))
+    mirrored = list_mirrored(place.bucket.sizes(CHECKPOINTS, nested=True))
     return newest_first([step_of(folder) for folder in list_checkpoints(place.run_dir)], mirrored)
 
 
 def _download(checkpoint: MirroredCheckpoint, place: Place) -> list[str]:
     """Download a checkpoint and commit it to the disk. All ranks call it together, and get the problems found.
 
-    Raises MirrorError if the mirror cannot be read, and CheckpointError if the disk has no room.
+    Raises UnreachableError if the mirror cannot be read, and CheckpointError if the disk has no room.
     """
     folder = checkpoint_folder(place.run_dir, checkpoint.step)
     temporary = folder.with_name(f"{folder.name}.tmp-{place.watch.nonce}")
@@ -117,7 +117,7 @@ def _download(checkpoint: MirroredCheckpoint, place: Place) -> list[str]:
 
 def _url(place: Place) -> str:
     assert place.bucket is not None
-    return place.bucket.url
+    return place.bucket.location
 
 
 def _manifest_of(checkpoint: MirroredCheckpoint, place: Place) -> tuple[bytes, dict[str, Any], list[str]]:
@@ -126,7 +126,7 @@ def _manifest_of(checkpoint: MirroredCheckpoint, place: Place) -> tuple[bytes, d
     Raises CheckpointError if the disk has no room for the files.
     """
     assert place.bucket is not None
-    manifest = place.bucket.read(checkpoint.manifest) or b""
+    manifest = place.bucket.find(checkpoint.manifest) or b""
     try:
         files = listed_files(manifest, where=checkpoint.manifest)
     except CheckpointError as error:
@@ -138,7 +138,7 @@ def _manifest_of(checkpoint: MirroredCheckpoint, place: Place) -> tuple[bytes, d
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
-            f"no room for the checkpoint {checkpoint.folder} of {place.bucket.url} in {folder}: it needs "
+            f"no room for the checkpoint {checkpoint.folder} of {place.bucket.location} in {folder}: it needs "
             f"{format_bytes(needed)}, but {format_bytes(free)} of disk are free. Free disk space, or choose a "
             "--run.dir on another file system."
         )
@@ -222,8 +222,8 @@ class _Fetch:
         problem = ""
         for attempt in range(1, _TRIES + 1):
             try:
-                self._bucket.download(f"{self._source}/{name}", path, num_bytes=int(facts["bytes"]))
-            except MirrorError:
+                self._bucket.download(f"{self._source}/{name}", path)
+            except UnreachableError:
                 if attempt == _TRIES:
                     raise
                 time.sleep(_RETRY_S * attempt)
@@ -246,15 +246,15 @@ def restore_records(place: Place) -> None:
         size = path.stat().st_size if path.is_file() else 0
         if sizes.get(name, 0) > size:
             part = path.with_name(f"{name}.tmp")
-            place.bucket.download(name, part, num_bytes=sizes[name])
+            place.bucket.download(name, part)
             part.replace(path)
 
 
 def refuse_mirrored(bucket: Bucket) -> None:
-    """Raise CheckpointError if a mirror has a whole checkpoint, for `--resume never`. Raises MirrorError."""
-    whole = [checkpoint for checkpoint in list_mirrored(bucket.sizes(CHECKPOINTS)) if checkpoint.is_whole]
+    """Raise CheckpointError if a mirror has a whole checkpoint, for `--resume never`. Raises UnreachableError."""
+    whole = [checkpoint for checkpoint in list_mirrored(bucket.sizes(CHECKPOINTS, nested=True)) if checkpoint.is_whole]
     if whole:
         raise CheckpointError(
-            f"--resume=never needs a mirror without checkpoints, but {bucket.url} contains {whole[-1].folder}. Give "
-            "another --checkpoint.mirror, or continue the run with --resume auto."
+            f"--resume=never needs a mirror without checkpoints, but {bucket.location} contains {whole[-1].folder}. "
+            "Give another --checkpoint.mirror, or continue the run with --resume auto."
         )

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from txl_dist.artifacts import CHECKPOINTS, SETTINGS, is_url, list_checkpoints, step_of
 from txl_dist.config.load import Config, load_config
+from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.distributed.recovery.seat import node_name
-from txl_dist.errors import ConfigError, TxlError, raised_everywhere, translate_errors
+from txl_dist.errors import ConfigError, TxlError, UnreachableError, raised_everywhere, translate_errors
 from txl_dist.io.files import read_bytes, write_bytes
 from txl_dist.io.manifest import MANIFEST, files_of
-from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
 from txl_dist.train.checkpoint.mirror.choices import (
     common_files,
     files_of_node,
@@ -29,13 +30,7 @@ from txl_dist.train.checkpoint.mirror.choices import (
     why_foreign,
 )
 from txl_dist.train.checkpoint.mirror.downloads import Place, bring_newest, refuse_mirrored
-from txl_dist.train.checkpoint.mirror.ownership import (
-    MirrorLock,
-    claim_id,
-    read_local_id,
-    read_mirror_id,
-    write_local_id,
-)
+from txl_dist.train.checkpoint.mirror.ownership import claim_id, read_local_id, read_mirror_id, write_local_id
 from txl_dist.train.checkpoint.mirror.parts import choose_parts
 from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
 from txl_dist.train.checkpoint.read import Choice, choose_together
@@ -45,17 +40,13 @@ from txl_dist.train.run_dir import refuse_frozen_changes
 
 _RELEASE_S = 10.0
 """Seconds for which the end of a run waits for the lock of the mirror to be released."""
-_REMEDY = (
-    "Check the address, the network and the credentials of checkpoint.mirror. To train without a mirror, remove the "
-    "setting."
-)
 
 
 class Mirror:
     """Mirror of a run on one rank. All ranks make and close it together."""
 
     def __init__(
-        self, config: Config, ranks: RankInfo, watch: Watch, bucket: Bucket | None, lock: MirrorLock | None
+        self, config: Config, ranks: RankInfo, watch: Watch, bucket: Bucket | None, lock: BucketLock | None
     ) -> None:
         """Start the thread that uploads, on the first rank of each node. All ranks call it together.
 
@@ -123,7 +114,7 @@ class Mirror:
         """Address of the mirror, on the first rank of each node."""
         if self._bucket is None:
             return ""
-        return self._bucket.url
+        return self._bucket.location
 
     def choose(self, resume: str, *, is_start: bool) -> Choice:
         """Choose the newest whole checkpoint of disk and mirror, and bring it to the disk, on all ranks together.
@@ -193,14 +184,11 @@ class Mirror:
             return
         if read_local_id(self._run_dir) != mirror_id:
             with translate_errors(ConfigError, f"cannot write into {self._run_dir}", "Correct the permissions."):
-                write_local_id(self._run_dir, mirror_id, url=self._bucket.url)
+                write_local_id(self._run_dir, mirror_id, url=self._bucket.location)
 
     def _confirm(self) -> bool:
-        """Return whether this job still has the lock, after a heartbeat. Raises MirrorError."""
-        if self._lock is None:
-            return True
-        self._lock.beat()
-        return not self._lock.is_lost
+        """Return whether this job still has the lock, after a heartbeat. Raises UnreachableError."""
+        return self._lock is None or self._lock.beat()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -222,14 +210,16 @@ def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -
     leads = ranks.rank in leaders_of(gather_objects(node_name()))
     bucket = run_on_all_ranks(lambda: Bucket(url, allow=config.data.allow_protocols) if leads else None)
 
-    def lock_mirror() -> MirrorLock | None:
+    def lock_mirror() -> BucketLock | None:
         if bucket is None:
             return None
         run_id = _checked_id(bucket, config, resume=resume)
         if not ranks.is_rank0:
             return None
         nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
-        return MirrorLock.acquire(bucket, run_id, nonce=nonce)
+        return BucketLock.acquire(
+            bucket, f"run {run_id}", nonce=nonce, remedy="Stop that job, or give another --checkpoint.mirror."
+        )
 
     with _refused():
         lock = run_on_all_ranks(lock_mirror)
@@ -257,7 +247,7 @@ def _checked_id(bucket: Bucket, config: Config, *, resume: str) -> str:
     )
     if reason:
         raise ConfigError(
-            f"{bucket.url} is the mirror of run {mirror_id}, and {reason}. Give another --checkpoint.mirror. To "
+            f"{bucket.location} is the mirror of run {mirror_id}, and {reason}. Give another --checkpoint.mirror. To "
             "continue the run of the mirror, use an empty --run.dir and --resume auto."
         )
     _check_settings(bucket, config)
@@ -266,7 +256,7 @@ def _checked_id(bucket: Bucket, config: Config, *, resume: str) -> str:
 
 def _shares_a_checkpoint(bucket: Bucket, local: Sequence[Path]) -> bool:
     """Return whether one of the checkpoints on the disk is in the mirror too."""
-    mirrored = {checkpoint.folder for checkpoint in list_mirrored(bucket.sizes(CHECKPOINTS))}
+    mirrored = {checkpoint.folder for checkpoint in list_mirrored(bucket.sizes(CHECKPOINTS, nested=True))}
     for folder in local:
         manifest = folder / MANIFEST
         if manifest.is_file() and mirror_folder(step_of(folder), read_bytes(manifest)) in mirrored:
@@ -276,21 +266,21 @@ def _shares_a_checkpoint(bucket: Bucket, local: Sequence[Path]) -> bool:
 
 def _check_settings(bucket: Bucket, config: Config) -> None:
     """Raise ConfigError if the run in the mirror has other frozen settings."""
-    content = bucket.read(SETTINGS)
+    content = bucket.find(SETTINGS)
     if content is None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / SETTINGS
         write_bytes(path, content)
-        refuse_frozen_changes(load_config(path), config, made=bucket.url)
+        refuse_frozen_changes(load_config(path), config, made=bucket.location)
 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Return a context manager for the start of a run. A MirrorError becomes a ConfigError with a remedy."""
+    """Return a context manager for the start of a run. A UnreachableError becomes a ConfigError with a remedy."""
     try:
         yield
-    except MirrorError as error:
-        refused: TxlError = ConfigError(f"{error}. {_REMEDY}")
+    except UnreachableError as error:
+        refused: TxlError = ConfigError(f"{error} To train without a mirror, remove checkpoint.mirror.")
         refused.rank = error.rank
         raise refused from error

@@ -52,7 +52,8 @@ def choose_parts(place: Place, resume: str, config: Config, *, node_ranks: Seque
     """Choose the newest checkpoint of which every node can get its part, and bring the parts to the nodes.
 
     All ranks call it together. `resume` is the value of `--resume`, and `node_ranks` are the ranks of this node.
-    Without `asks_mirror` only the disks count. Raises CheckpointError as `choose_checkpoint` does, and MirrorError.
+    Without `asks_mirror` only the disks count. Raises CheckpointError as `choose_checkpoint` does. Raises
+    UnreachableError if the mirror cannot be read.
     """
     candidates = _list_together(place, asks_mirror=asks_mirror)
     if resume == "never" and candidates:
@@ -95,7 +96,7 @@ def _list_together(place: Place, *, asks_mirror: bool) -> list[Candidate]:
         assert place.bucket is not None
         in_mirror: dict[tuple[int, str], MirroredCheckpoint] = {}
         if asks_mirror:
-            for checkpoint in list_mirrored(place.bucket.sizes(CHECKPOINTS)):
+            for checkpoint in list_mirrored(place.bucket.sizes(CHECKPOINTS, nested=True)):
                 if checkpoint.is_whole:
                     in_mirror[checkpoint.step, checkpoint.folder] = checkpoint
         found = sorted(on_disks | in_mirror.keys(), reverse=True)
@@ -160,7 +161,7 @@ def _manifest_of(candidate: Candidate, place: Place, folder: Path) -> bytes:
     def read() -> bytes:
         if candidate.mirrored is None or place.bucket is None:
             return b""
-        return place.bucket.read(candidate.mirrored.manifest) or b""
+        return place.bucket.find(candidate.mirrored.manifest) or b""
 
     return run_on_rank0(read)
 

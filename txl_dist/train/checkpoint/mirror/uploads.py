@@ -23,10 +23,11 @@ from txl_dist.artifacts import CHECKPOINTS, LOG, RECORDS, SETTINGS, step_of
 from txl_dist.config.schema import CheckpointSection
 from txl_dist.console.formatting import format_bytes
 from txl_dist.console.logging import logger
+from txl_dist.data.storage.bucket import Bucket
+from txl_dist.errors import UnreachableError
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object, read_bytes
 from txl_dist.io.manifest import MANIFEST
-from txl_dist.train.checkpoint.mirror.bucket import Bucket, MirrorError
 from txl_dist.train.checkpoint.mirror.choices import (
     is_complete,
     list_mirrored,
@@ -78,7 +79,7 @@ class Uploader:
         confirm: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start the thread. `confirm` returns whether this job may still write to the mirror, and can raise
-        MirrorError. Only the first node calls it."""
+        UnreachableError. Only the first node calls it."""
         self._bucket = bucket
         self._settings = settings
         self._run_dir = run_dir
@@ -197,14 +198,9 @@ class Uploader:
 
     def _complain(self, error: Exception) -> None:
         """Log why the mirror cannot be written, once per reason."""
-        reason = str(error) if isinstance(error, MirrorError) else repr(error)
+        reason = str(error) if isinstance(error, UnreachableError) else f"{error!r}."
         if reason != self._complaint:
-            logger.warning(
-                "mirror: %s. Training continues, and the upload is tried again. Check the network, the credentials and "
-                "the space of %s",
-                reason,
-                self._bucket.url,
-            )
+            logger.warning("mirror: %s Training continues, and the upload is tried again.", reason)
         self._complaint = reason
 
     def _check_wanted(self, upload: Upload) -> None:
@@ -215,14 +211,14 @@ class Uploader:
 
     def _invalidate(self, step: int) -> None:
         """Remove the manifests of the checkpoints of later steps."""
-        mirrored = list_mirrored(self._bucket.sizes(CHECKPOINTS))
+        mirrored = list_mirrored(self._bucket.sizes(CHECKPOINTS, nested=True))
         self._bucket.remove(manifests_after(mirrored, step=step))
         with self._changed:
             if self._forget_after == step:
                 self._forget_after = None
 
     def _upload(self, upload: Upload) -> None:
-        """Make a checkpoint whole in the mirror, on the first node. Raises MirrorError or OSError."""
+        """Make a checkpoint whole in the mirror, on the first node. Raises UnreachableError or OSError."""
         start_s = time.monotonic()
         manifest = read_bytes(upload.folder / MANIFEST)
         files = parse_object(manifest)["files"]
@@ -233,7 +229,9 @@ class Uploader:
         self._wait_for_others(upload, folder, files)
         self._upload_records()
         if not self._confirm():
-            logger.warning("mirror: another job has taken over %s. This job uploads nothing more", self._bucket.url)
+            logger.warning(
+                "mirror: another job has taken over %s. This job uploads nothing more", self._bucket.location
+            )
             self.close()
         self._check_wanted(upload)
         failpoint("mirror-manifest", step=upload.step)
@@ -242,18 +240,18 @@ class Uploader:
         logger.info(
             "mirror: %s is in %s (%s in %.1f s)",
             upload.folder.name,
-            self._bucket.url,
+            self._bucket.location,
             format_bytes(num_bytes),
             time.monotonic() - start_s,
         )
         try:
             self._remove_old(upload, folder)
-        except MirrorError as error:
+        except UnreachableError as error:
             self._complain(error)
 
     def _upload_files(self, upload: Upload, folder: str) -> int:
         """Upload the files of this node that the mirror lacks. Returns their size in bytes."""
-        present = self._bucket.sizes(folder)
+        present = self._bucket.sizes(folder, nested=True)
         num_bytes = 0
         for name in upload.names:
             self._check_wanted(upload)
@@ -274,7 +272,7 @@ class Uploader:
         num_present = -1
         progress_s = time.monotonic()
         while self._num_nodes > 1:
-            sizes = self._bucket.sizes(folder)
+            sizes = self._bucket.sizes(folder, nested=True)
             if is_complete(sizes, folder=folder, files=files):
                 return
             if len(sizes) > num_present:
@@ -299,7 +297,7 @@ class Uploader:
         """Remove the checkpoints that the settings no longer keep."""
         failpoint("mirror-prune", step=upload.step)
         names = objects_to_remove(
-            list_mirrored(self._bucket.sizes(CHECKPOINTS)),
+            list_mirrored(self._bucket.sizes(CHECKPOINTS, nested=True)),
             uploaded=folder,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
@@ -309,7 +307,7 @@ class Uploader:
 
     def _follow(self) -> None:
         """Upload the files of the announced checkpoint, on a node other than the first."""
-        content = self._bucket.read(ANNOUNCED)
+        content = self._bucket.find(ANNOUNCED)
         announced = parse_object(content)["folder"] if content else ""
         with self._changed:
             waiting = list(self._waiting)

@@ -1,0 +1,119 @@
+"""The lock of a bucket: one job at a time, also for two starts at one moment and after jobs that died at any moment."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket_lock import LOCK, BucketLock, LockOwner
+from txl_dist.distributed.processes import ProcessId, process_id
+from txl_dist.errors import ConfigError
+
+ELSEWHERE = ProcessId("another host", "its boot", 7, 7)
+DEAD = process_id()._replace(start_ticks=1)
+"""Process of this machine that has ended."""
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return Bucket(f"file://{tmp_path}/bucket/run")
+
+
+def acquire(bucket: Bucket, nonce: str) -> BucketLock:
+    return BucketLock.acquire(bucket, "run 1", nonce=nonce, remedy="Stop it.", wait=lambda _: None)
+
+
+def put_owner(bucket: Bucket, process: ProcessId, nonce: str, *, name: str = LOCK, beats: int = 0) -> None:
+    owner = LockOwner("run 1", process, nonce, "today", beats)
+    bucket.write(name, json.dumps(owner._asdict()).encode())
+
+
+def test_the_second_job_is_refused_with_the_name_of_the_first(bucket: Bucket) -> None:
+    lock = acquire(bucket, "first")
+    with pytest.raises(ConfigError, match=rf"in use by another job: run 1, pid {process_id().pid} on .* Stop it\."):
+        acquire(bucket, "second")
+    acquire(bucket, "first").release()  # after the loss of a rank, in the same job
+    lock.release()
+    acquire(bucket, "second").release()
+    assert bucket.sizes() == {}
+
+
+def test_a_job_on_another_machine_keeps_the_lock_by_its_heartbeat(bucket: Bucket) -> None:
+    put_owner(bucket, ELSEWHERE, "other", beats=1)
+    waits = iter(range(2, 100))
+    with pytest.raises(ConfigError, match="pid 7 on another host, since today"):
+        BucketLock.acquire(
+            bucket,
+            "run 1",
+            nonce="new",
+            remedy="",
+            wait=lambda _: put_owner(bucket, ELSEWHERE, "other", beats=next(waits)),
+        )
+
+
+def test_a_silent_job_loses_the_lock_and_notices(bucket: Bucket) -> None:
+    put_owner(bucket, ELSEWHERE, "other", beats=1)
+    lock = acquire(bucket, "new")
+    assert lock.beat()
+    put_owner(bucket, ELSEWHERE, "other", beats=2)  # it was not dead
+    assert not lock.beat()
+    lock.release()
+    assert LOCK in bucket.sizes()  # the lock of the other job
+
+
+def test_a_lock_that_was_removed_by_hand_is_made_again(bucket: Bucket) -> None:
+    lock = acquire(bucket, "one")
+    bucket.remove([LOCK])
+    assert lock.beat()
+    with pytest.raises(ConfigError, match="in use"):
+        acquire(bucket, "two")
+    lock.release()
+
+
+def test_jobs_that_died_while_they_took_over_are_passed(bucket: Bucket) -> None:
+    put_owner(bucket, DEAD, "a")
+    put_owner(bucket, DEAD, "b", name="LOCK.a.json")
+    put_owner(bucket, ELSEWHERE, "c", name="LOCK.b.json")
+    lock = acquire(bucket, "d")
+    assert list(bucket.sizes()) == [LOCK]
+    assert lock.beat()
+    lock.release()
+
+
+def test_a_job_that_is_taking_over_is_alive_by_its_heartbeat(bucket: Bucket) -> None:
+    put_owner(bucket, DEAD, "a")
+    put_owner(bucket, process_id(), "b", name="LOCK.a.json")
+    with pytest.raises(ConfigError, match="in use"):
+        acquire(bucket, "c")
+
+
+def test_a_lock_that_cannot_be_read_is_left_by_an_unknown_job(bucket: Bucket) -> None:
+    bucket.write(LOCK, b"")
+    acquire(bucket, "one").release()
+    assert bucket.sizes() == {}
+
+
+@pytest.mark.parametrize("left", [None, DEAD, ELSEWHERE])
+def test_of_many_starts_at_one_moment_one_gets_the_lock(bucket: Bucket, left: ProcessId | None) -> None:
+    if left is not None:
+        put_owner(bucket, left, "left")
+    ready = threading.Barrier(6)
+    got: list[BucketLock] = []
+
+    def start(number: int) -> None:
+        ready.wait()
+        with suppress(ConfigError):
+            got.append(acquire(bucket, f"job{number}"))
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(start, range(6)))
+    assert len(got) == 1
+    assert got[0].beat()
+    got[0].release()
+    assert LOCK not in bucket.sizes()
