@@ -38,8 +38,14 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def rebuild_worker(ranks: RankInfo, stage: int) -> list[tuple[Any, int, int]]:
-    """Per generation: losses of three steps and on fixed tokens, the number of open descriptors, and the memory."""
+def num_modules() -> int:
+    """Number of modules that exist in this process."""
+    return sum(isinstance(each, torch.nn.Module) for each in gc.get_objects())
+
+
+def rebuild_worker(ranks: RankInfo, stage: int) -> list[tuple[Any, int, int, int]]:
+    """Per generation: losses of three steps and on fixed tokens, the numbers of open descriptors and of modules, and
+    the memory."""
     engines: list[ZeroEngine] = []
 
     class Kept(ZeroEngine):
@@ -61,7 +67,8 @@ def rebuild_worker(ranks: RankInfo, stage: int) -> list[tuple[Any, int, int]]:
         losses, _, fixed_loss = train_engine(ranks, config, num_steps=3)
         barrier()
         engines.pop().close()
-        seen.append((_numbers(losses, fixed_loss), len(os.listdir("/proc/self/fd")), resident_bytes()))
+        num_descriptors = len(os.listdir("/proc/self/fd"))
+        seen.append((_numbers(losses, fixed_loss), num_descriptors, num_modules(), resident_bytes()))
     return seen
 
 
@@ -72,8 +79,9 @@ def test_ten_rebuilds_in_one_process_give_the_same_bits_and_leak_no_socket_and_n
     tmp_path: Path, stage: int
 ) -> None:
     for seen in run_ranks(rebuild_worker, stage, world_size=2, folder=tmp_path):
-        results, descriptors, memory = zip(*seen, strict=True)
+        results, descriptors, modules, memory = zip(*seen, strict=True)
         assert list(results) == [results[0]] * (TIMES + 1)
+        assert modules[-1] <= modules[1]
         assert descriptors[-1] <= max(descriptors[1:4])
         assert memory[-1] <= 1.03 * max(memory[1:4])
 

@@ -7,6 +7,7 @@ between a process that stayed and its new peers:
     DeepSpeed: references to groups    keep the sockets of the groups open
     DeepSpeed: ids of parameters       ZeRO-3 compares them between ranks
     DeepSpeed: ids of modules          a default argument that counts on. ZeRO-3 compares them too
+    DeepSpeed: modules of engines      a stack and a cache of ZeRO-3 keep the modules of closed engines in memory
 
 `check_regroup` refuses versions that have other names, before a run begins.
 
@@ -36,6 +37,11 @@ _NAMES = (
     ("deepspeed.utils.groups", "_release_process_group_references"),
     ("deepspeed.runtime.zero.partition_parameters", "Init.param_id"),
     ("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__"),
+    ("deepspeed.runtime.zero.parameter_offload", "FWD_MODULE_STACK"),
+    (
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release.__closure__",
+    ),
 )
 """Private names that `leave_groups` uses: module, and path of the attribute."""
 _GPU_NAMES = (
@@ -87,6 +93,8 @@ def leave_groups() -> None:
     _attribute("deepspeed.runtime.zero.partition_parameters", "Init").param_id = 0
     counter = _attribute(*_NAMES[3])[0]
     counter[:] = [0]
+    _attribute(*_NAMES[4]).clear()
+    _attribute(*_NAMES[5])[0].cell_contents.cache_clear()  # in a decorator of DeepSpeed
     gc.collect()
 
 
