@@ -51,7 +51,7 @@ HOW = {
 RECOVER = ["--recover.spares", "1", "--recover.silent_s", f"{SILENT_S:g}", "--recover.max_in_row", "10"]
 STRIKES_HEAD = (
     "| stage | ranks | what | strikes | step, ms | median, s | 95 %, s | maximum, s | steps made again | "
-    "memory of a survivor, MiB | its sockets |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "others replaced | memory of a survivor, MiB | its sockets |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 GOODPUT_HEAD = "| after a kill | kills | starts | new steps | steps made again | goodput |\n|---|---|---|---|---|---|"
 
