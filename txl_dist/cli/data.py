@@ -30,7 +30,7 @@ class PrepareArguments(PrepareSettings):
     `-` (standard input), `pipe:COMMAND`, or `stdlib` (source of Python's standard library). Or a named corpus: enwik8,
     text8, wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
     out: str
-    """Folder in which the corpus is written. With --cluster, also a URL of an object store."""
+    """Folder in which the corpus is written, or URL of an object store."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
     """Inputs of the validation split. Default: input files named valid, else a share of the documents."""
     test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
@@ -81,7 +81,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
 
     start_logging()
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareSettings)}
-    if arguments.cluster:
+    if arguments.cluster or arguments.workdir or "://" in arguments.out:
         from txl_dist.data.prepare.cluster import prepare_on_cluster
 
         summary = prepare_on_cluster(arguments.out, **settings)

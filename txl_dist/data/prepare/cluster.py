@@ -1,4 +1,4 @@
-"""Preparation of a corpus on the nodes of a Ray cluster: the same parts and shards as on one machine.
+"""Preparation of a corpus on the nodes of a Ray cluster, or into an object store: the parts and shards of one machine.
 
     list       this process lists the files, and refuses inputs that only it can read
     connect    connect to the cluster; check that every node sees the folders and has the same software
@@ -87,13 +87,14 @@ from txl_dist.data.prepare.run import (
     statistics_of,
     summary_of,
 )
-from txl_dist.data.prepare.shared_files import STAMP, SharedFiles, claim_url, shared_files
+from txl_dist.data.prepare.shared_files import STAMP, SharedFiles, claim_urls, shared_files
 from txl_dist.data.prepare.sources import SourceFile, identities, is_repeatable
 from txl_dist.data.prepare.tokenize import PartInfo
 from txl_dist.data.prepare.workdir import CORPUS, another_corpus, check_target, claim_scratch, move_into_place
 from txl_dist.data.ray_workers import connect
+from txl_dist.data.storage.bucket import Bucket
 from txl_dist.data.storage.bucket_lock import BucketLock
-from txl_dist.data.workers import Workers
+from txl_dist.data.workers import Workers, num_cores, start_workers
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.io.files import write_bytes, write_hashed_json
 from txl_dist.tokenizers.base import Tokenizer
@@ -141,17 +142,18 @@ class _Output:
 def prepare_on_cluster(
     output: str | Path, *, workers: Workers | None = None, **settings_of_user: Any
 ) -> PrepareSummary:
-    """Prepare a corpus on the cluster that the setting `cluster` names. Returns and raises what `prepare_corpus` does.
+    """Prepare a corpus on the cluster that the setting `cluster` names, or by processes of this machine without it.
 
-    `output` is a folder that all nodes see, or a URL. `workers` is an executor to use instead of the cluster. Also
-    raises UnreachableError if the cluster or a shared folder cannot be reached.
+    `output` is a folder that all nodes see, or a URL. `workers` is an executor to use instead. Returns and raises what
+    `prepare_corpus` does. Also raises UnreachableError if the cluster, a shared folder or a URL cannot be reached.
     """
     settings = PrepareSettings(**settings_of_user).completed()
     out = _output_of(output, settings)
     check_learning(settings)
     if settings.name is not None:
         raise ConfigError(
-            f"the named corpus {settings.name} is too small for a cluster. Remove --cluster, or give files as inputs."
+            f"the named corpus {settings.name} is too small for a cluster or an object store. Prepare it in a local "
+            "folder without --cluster and --workdir, or give files as inputs."
         )
     listing, remarks = list_files(settings)
     _check_inputs(listing.files)
@@ -167,9 +169,11 @@ def prepare_on_cluster(
     stamp = f"{settings.stamp()} cluster"
     can_continue = is_repeatable(files)
     with ExitStack() as stack:
-        if workers is None:
+        if workers is None and settings.cluster:
             _, _, address = settings.cluster.partition("=")
             workers = stack.enter_context(connect(address, num_workers=settings.num_workers))
+        elif workers is None:
+            workers = stack.enter_context(start_workers(settings.num_workers or num_cores()))
         locks = _claim(out, stack, stamp=stamp, can_continue=can_continue)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="txl-prepare-")))
         job = Preparation(on_all_nodes(settings), folder, files, remarks)
@@ -185,6 +189,8 @@ def prepare_on_cluster(
 def _output_of(output: str | Path, settings: PrepareSettings) -> _Output:
     """Return the output and its work folder. Raises ConfigError for a URL that cannot be the output."""
     given = str(output).removeprefix("file://")
+    if given.startswith(("http://", "https://")):
+        raise ConfigError(f"the output {given} cannot be written. Give a folder or an object store (s3://bucket/NAME).")
     is_url = has_scheme(given)
     if is_url and settings.overwrite:
         raise ConfigError(
@@ -201,12 +207,12 @@ def _output_of(output: str | Path, settings: PrepareSettings) -> _Output:
 
 
 def _check_inputs(files: Sequence[SourceFile]) -> None:
-    """Raise ConfigError for inputs that other machines cannot read."""
+    """Raise ConfigError for inputs that several processes cannot read."""
     for file in files:
         if file.is_stream:
             raise ConfigError(
-                f"the input {file.path} can be read only by one process, not by the nodes of a cluster. Save it as "
-                "files in a folder that all nodes share, or in an object store."
+                f"the input {file.path} can be read only once, by one process. Save it as files in a folder that all "
+                "nodes share, or in an object store."
             )
 
 
@@ -222,14 +228,14 @@ def _is_there(out: _Output, request: RequestHashes) -> bool:
 
     Raises DataError if it has another corpus, or other files and no interrupted preparation.
     """
-    files = shared_files(out.location)
+    files = Bucket(out.location)  # without retries: an address that is wrong is reported at once
     content = files.find(INDEX_NAME)
     if content is not None:
         prepared = json.loads(files.find(PREPARED_NAME) or b"{}")
         if (prepared.get("settings"), prepared.get("inputs")) != (request.settings, request.inputs):
             raise another_corpus(Path(out.location), "it was prepared from other inputs or settings")
         return True
-    if files.sizes() and shared_files(out.scratch).find(STAMP) is None:
+    if files.sizes() and Bucket(out.scratch).find(STAMP) is None:
         raise DataError(f"{out.location} contains other files but no corpus. Choose another output.")
     return False
 
@@ -239,16 +245,15 @@ def _claim(out: _Output, stack: ExitStack, *, stamp: str, can_continue: bool) ->
 
     Raises ConfigError or DataError if another process uses them.
     """
-    locks = []
-    for place in dict.fromkeys((out.scratch, out.work)):
-        if has_scheme(place):
-            locks.append(stack.enter_context(claim_url(place, stamp=stamp, can_continue=can_continue)))
-            continue
-        target = Path(place).with_name(Path(out.location).name)
-        stack.enter_context(claim_scratch(target, stamp=stamp, can_continue=can_continue))
+    places = dict.fromkeys((out.scratch, out.work))
+    for folder in places:
+        if not has_scheme(folder):
+            target = Path(folder).with_name(Path(out.location).name)
+            stack.enter_context(claim_scratch(target, stamp=stamp, can_continue=can_continue))
     if not out.is_url:
         Path(out.places.corpus).mkdir(exist_ok=True)
-    return locks
+    urls = [place for place in places if has_scheme(place)]
+    return stack.enter_context(claim_urls(urls, stamp=stamp, can_continue=can_continue))
 
 
 def _check_nodes(job: Preparation, places: Places, workers: Workers) -> None:

@@ -112,8 +112,8 @@ class PrepareSettings(Learning):
     """Cluster whose nodes do the work: `ray`, or `ray=HOST:PORT`. All nodes must see the inputs and folders under the
     same paths or URLs. Default: processes of this machine."""
     workdir: str = ""
-    """Folder that all nodes of the cluster share, or URL of an object store, for the work folder. Default: next to the
-    output."""
+    """Folder in which the work folder is made. With --cluster, a folder that all nodes share. Also a URL of an object
+    store. Default: next to the output."""
 
     def check(self) -> None:
         """Raise ConfigError for settings that are impossible or would have no effect."""
@@ -161,13 +161,11 @@ class PrepareSettings(Learning):
             )
 
     def _check_cluster(self) -> None:
-        """Raise ConfigError for an unknown kind of cluster, or for a work folder without a cluster."""
+        """Raise ConfigError for an unknown kind of cluster."""
         kind, equals, address = self.cluster.partition("=")
         is_valid = kind == "ray" and bool(address) == bool(equals)
         if self.cluster and not is_valid:
             raise ConfigError(f"cluster={self.cluster}: it must be ray or ray=HOST:PORT.")
-        if self.workdir and not self.cluster:
-            raise ConfigError("workdir has an effect only with a cluster. Remove --workdir, or add --cluster ray.")
 
     def _check_near(self) -> None:
         """Raise ConfigError for settings of near duplicates that are impossible or would have no effect, or if the

@@ -156,12 +156,10 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     other files, or is being prepared by another process. If a worker process dies, DataError is raised too.
     """
     job_settings = PrepareSettings(**settings).completed()
-    if job_settings.cluster:
-        raise ConfigError("prepare_corpus uses this machine only. For a cluster, call prepare_on_cluster.")
-    if "://" in str(output):
+    if job_settings.cluster or job_settings.workdir or "://" in str(output):
         raise ConfigError(
-            f"the output {output} is a URL. Give a local folder, and copy the finished corpus from it to the URL, or "
-            "prepare on a cluster (--cluster ray), which can write to a URL."
+            f"prepare_corpus works next to a local folder (output={output}). For a cluster, a workdir or an output at "
+            "a URL, call prepare_on_cluster."
         )
     target = Path(output).resolve()  # the target of a link is replaced, not the link
     check_target(target)

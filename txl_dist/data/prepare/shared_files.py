@@ -2,7 +2,7 @@
 
     write, upload    a file appears at once when it is complete: by a rename in a folder, by the upload of an object
     read, download   a whole file or a range of its bytes
-    claim_url        one preparation at a time uses a URL; a folder is claimed by workdir.py
+    claim_urls       one preparation at a time uses a URL; a folder is claimed by workdir.py
 
 Two machines may write the same file at the same time, if the cluster takes a node for lost that still works. Both
 write the same bytes, so a reader gets the same content from either.
@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -124,24 +124,30 @@ def shared_files(location: str) -> SharedFiles:
 
 
 @contextmanager
-def claim_url(url: str, *, stamp: str, can_continue: bool) -> Iterator[BucketLock]:
-    """Use the work folder at a URL alone, and remove its files after success.
+def claim_urls(urls: Sequence[str], *, stamp: str, can_continue: bool) -> Iterator[list[BucketLock]]:
+    """Use the work folders at some URLs alone, and remove their files after success. Yields their locks.
 
     The work of a dead process is continued if its stamp is the same and `can_continue` is True. Otherwise it is
-    removed. Raises ConfigError if another process uses the URL, and DataError if it has files of another program.
+    removed. Raises ConfigError if another process uses a URL, and DataError if it has files of another program.
     """
-    files = Bucket(url, retries=_RETRIES)
     remedy = "Wait for that job, or choose another --workdir or output."
-    lock = BucketLock.acquire(files, "txl prepare", nonce=secrets.token_hex(8), remedy=remedy)
+    nonce = secrets.token_hex(8)
+    locks: list[BucketLock] = []
     try:
-        _take_over_url(files, stamp=stamp, can_continue=can_continue)
-        yield lock
-        if lock.beat():
-            # The stamp goes first, so that no process continues from a half-removed folder.
-            files.remove([STAMP])
-            files.remove(name for name in files.sizes() if name != LOCK)
+        for url in urls:
+            locks.append(BucketLock.acquire(Bucket(url), "txl prepare", nonce=nonce, remedy=remedy))
+        folders = [Bucket(url, retries=_RETRIES) for url in urls]
+        for folder in folders:
+            _take_over_url(folder, stamp=stamp, can_continue=can_continue)
+        yield locks
+        for folder, lock in zip(folders, locks, strict=True):
+            if lock.beat():
+                # The stamp goes first, so that no process continues from a half-removed folder.
+                folder.remove([STAMP])
+                folder.remove(name for name in folder.sizes() if name != LOCK)
     finally:
-        lock.release()
+        for lock in locks:
+            lock.release()
 
 
 def _take_over_url(files: Bucket, *, stamp: str, can_continue: bool) -> None:

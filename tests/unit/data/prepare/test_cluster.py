@@ -135,8 +135,7 @@ def test_a_file_that_changes_between_the_scan_and_the_encoding_is_noticed(
     [
         ({"cluster": "slurm"}, "cluster=slurm: it must be ray or ray=HOST:PORT"),
         ({"cluster": "ray="}, "it must be ray or ray=HOST:PORT"),
-        ({"workdir": "s3://bucket"}, "workdir has an effect only with a cluster"),
-        ({"cluster": "ray", "inputs": ["-"]}, "can be read only by one process"),
+        ({"cluster": "ray", "inputs": ["-"]}, "can be read only once"),
         ({"cluster": "ray", "inputs": ["enwik8"]}, "enwik8 is too small for a cluster"),
     ],
 )

@@ -540,7 +540,7 @@ def test_the_share_of_unknown_words_is_told_per_split(tmp_path: Path) -> None:
 
 def test_a_url_is_no_output_and_a_fraction_means_nothing_beside_given_text(tmp_path: Path) -> None:
     text = write_jsonl(tmp_path / "a.jsonl", ["some text"])
-    with pytest.raises(ConfigError, match="is a URL"):
+    with pytest.raises(ConfigError, match="call prepare_on_cluster"):
         prepare_corpus("http://example.org/corpus", inputs=[text])
     with pytest.raises(ConfigError, match=r"valid_fraction=0.2 has no effect"):
         prepare_corpus(tmp_path / "corpus", inputs=[text], valid_inputs=[text], valid_fraction=0.2)

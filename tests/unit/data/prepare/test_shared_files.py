@@ -12,7 +12,7 @@ import pytest
 
 from txl_dist.data.prepare.cluster import _NodeRates
 from txl_dist.data.prepare.cluster_tasks import Places, check_node
-from txl_dist.data.prepare.shared_files import STAMP, FolderFiles, SharedFiles, claim_url, shared_files
+from txl_dist.data.prepare.shared_files import STAMP, FolderFiles, SharedFiles, claim_urls, shared_files
 from txl_dist.data.storage.bucket_lock import LOCK
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import ConfigError, DataError, UnreachableError
@@ -50,7 +50,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_url_is_used_by_one_process_at_a_time() -> None:
     files = shared_files("memory://claimed")
-    with claim_url("memory://claimed", stamp="settings", can_continue=True):
+    with claim_urls(["memory://claimed"], stamp="settings", can_continue=True):
         with pytest.raises(
             ConfigError, match=r"memory://claimed is in use by another job: txl prepare, pid .*--workdir"
         ):
@@ -70,7 +70,7 @@ def test_the_work_of_a_dead_process_is_continued_or_discarded() -> None:
         enter("memory://left", "settings", error=RuntimeError("an error keeps the work"))
     assert files.read("part") == b"work"
     assert files.sizes().keys() == {STAMP, "part"}
-    with claim_url("memory://left", stamp="other settings", can_continue=True):
+    with claim_urls(["memory://left"], stamp="other settings", can_continue=True):
         assert files.sizes().keys() == {STAMP, LOCK}
 
 
@@ -84,10 +84,10 @@ def test_files_of_another_program_are_not_removed() -> None:
 
 def test_a_process_that_lost_a_url_removes_nothing() -> None:
     files = shared_files("memory://lost")
-    with claim_url("memory://lost", stamp="settings", can_continue=True) as lock:
+    with claim_urls(["memory://lost"], stamp="settings", can_continue=True) as [lock]:
         files.write("part", b"work of another process")
         files.remove([LOCK])
-        with claim_url("memory://lost", stamp="settings", can_continue=True):
+        with claim_urls(["memory://lost"], stamp="settings", can_continue=True):
             with pytest.raises(ConfigError, match="another job has taken over memory://lost"):
                 lock.check()
             files.write("part", b"work of another process")
@@ -97,7 +97,7 @@ def test_a_process_that_lost_a_url_removes_nothing() -> None:
 
 
 def enter(url: str, stamp: str, *, error: Exception | None = None) -> None:
-    with claim_url(url, stamp=stamp, can_continue=True):
+    with claim_urls([url], stamp=stamp, can_continue=True):
         if error is not None:
             raise error
 
