@@ -4,6 +4,7 @@ costs."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,16 +26,28 @@ starts.begin_to_count()
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The environment and the process group are after each test what they were before it: a job of one rank in this
-    process leaves a port and a rank, and the next test would meet them in one order of the tests and not in another."""
+    """The environment, the process group and the file systems of fsspec are after each test what they were before it: a
+    job of one rank in this process leaves a port and a rank, and the next test would meet them in one order of the
+    tests and not in another."""
     before = dict(os.environ)
     if request.node.get_closest_marker("gpu"):
         del os.environ["DS_ACCELERATOR"]
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    _forget_file_systems()
     os.environ.clear()
     os.environ.update(before)
+
+
+def _forget_file_systems() -> None:
+    """Drop the file systems that fsspec keeps, whose servers may have ended, and all files under memory://."""
+    if (registry := sys.modules.get("fsspec.registry")) is not None:
+        for file_system in registry.registry.values():
+            file_system.clear_instance_cache()
+    if (memory := sys.modules.get("fsspec.implementations.memory")) is not None:
+        memory.MemoryFileSystem.store.clear()
+        memory.MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.hookimpl(tryfirst=True)

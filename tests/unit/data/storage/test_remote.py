@@ -8,8 +8,10 @@ import sys
 import threading
 from pathlib import Path
 
+import fsspec
 import psutil
 import pytest
+from fsspec.registry import _registry
 
 from tests.helpers.http import serve
 from tests.helpers.launch import wait_for
@@ -87,6 +89,7 @@ def test_each_link_of_a_chain_must_be_allowed() -> None:
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)  # another test may have used s3fs
     with pytest.raises(DataError, match=r"s3://bucket/corpus needs .*pip install 'txl_dist\[s3\]'"):
         filesystem_of("s3://bucket/corpus")
 
@@ -185,8 +188,6 @@ def test_a_server_that_accepts_and_says_nothing_is_an_error(tmp_path: Path, monk
 def test_the_watch_alone_ends_a_read_of_a_library_without_timeouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fsspec
-
     hang = threading.Event()
     monkeypatch.setattr(remote, "TIMEOUT_S", 0.05)
     file_system = fsspec.filesystem("memory")
