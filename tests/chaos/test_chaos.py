@@ -69,7 +69,7 @@ def test_the_oracle_sees_what_it_is_there_for(lab: Lab) -> None:
     [
         pytest.param("kill:0:9:save-copied", 3, marks=pytest.mark.smoke),
         pytest.param("kill:1:9:save-file-half#2", 1, marks=pytest.mark.nightly),
-        ("kill:0:9:save-rename", 1),
+        pytest.param("kill:0:9:save-rename", 1, marks=pytest.mark.nightly),
         pytest.param("kill:0:9:prune-half", 3, marks=pytest.mark.nightly),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_full_disk_is_survived(lab: Lab) -> None:
     [
         pytest.param("kill:1:10:step", 1, 2, marks=pytest.mark.smoke),
         pytest.param("kill:0:10:updated", 3, 2, marks=pytest.mark.smoke),
-        ("kill:0:10:step,kill:1:10:step", 0, 2),
+        pytest.param("kill:0:10:step,kill:1:10:step", 0, 2, marks=pytest.mark.nightly),
         ("kill:1:10:step,kill:0:2:leave@2", 2, 2),
         pytest.param("kill:1:10:step,kill:0:2:meet@2", 1, 2, marks=pytest.mark.nightly),
         pytest.param("kill:3:10:half-stored", 3, 4, marks=pytest.mark.nightly),
@@ -160,7 +160,7 @@ def test_a_rank_is_replaced_while_other_nodes_keep_copies_too(lab: Lab) -> None:
     [
         pytest.param("sample, before it is written", 1, marks=pytest.mark.smoke),
         pytest.param("validation", 3, marks=pytest.mark.nightly),
-        ("save beside later steps", 1),
+        pytest.param("save beside later steps", 1, marks=pytest.mark.nightly),
         pytest.param("save of the best", 2, marks=pytest.mark.nightly),
         *(pytest.param(work, 0, marks=pytest.mark.nightly) for work in IN_PROGRESS),
     ],
@@ -238,6 +238,7 @@ def test_a_storm_of_kills_changes_no_bit(lab: Lab, stage: int) -> None:
     assert_passed(storm(lab, kills=25, stage=stage, ranks=4))
 
 
+@pytest.mark.nightly  # tests/dist/test_skip.py has a smaller case
 def test_nan_on_one_rank_is_a_skipped_step_on_all(lab: Lab) -> None:
     assert_passed(not_finite(lab, kind="nan", rank=1, stage=3))
 

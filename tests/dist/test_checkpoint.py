@@ -49,6 +49,11 @@ from txl_dist.train.state import TrainState
 pytestmark = pytest.mark.dist
 
 CASES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+FEW_CASES = [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32")]
+BY_CASES = pytest.mark.parametrize(
+    "cases", [FEW_CASES, pytest.param(CASES, marks=pytest.mark.nightly)], ids=["few", "all"]
+)
+"""Each stage once, and, nightly, all stages in both precisions."""
 
 
 Results = list[tuple[str, list[list[float]], list[list[float]], float]]
@@ -306,7 +311,10 @@ def go_on_elsewhere(ranks: RankInfo, folder: str, stage: int, precision: str) ->
     return results
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (1, 0), (2, 2), (4, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "stage"),
+    [(1, 0), (4, 3), *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((1, 3), (2, 2), (4, 1)))],
+)
 def test_a_checkpoint_of_any_stage_loads_into_any_other_on_any_number_of_ranks(
     saved: tuple[Path, list[Results]], tmp_path: Path, world_size: int, stage: int
 ) -> None:

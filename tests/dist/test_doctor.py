@@ -128,6 +128,7 @@ def test_a_rank_that_freezes_after_the_meeting_is_not_waited_for(tmp_path: Path)
     assert "Traceback" not in err
 
 
+@pytest.mark.nightly  # the ranks of the other tests are forked
 @pytest.mark.slow
 def test_the_deepspeed_launcher_runs_it_and_its_exit_code_tells(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", "--master_port"]

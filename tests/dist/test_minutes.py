@@ -69,7 +69,6 @@ def test_all_ranks_save_when_the_clock_of_rank_0_says_so_and_every_other_rule_ho
     never = {"every_steps": 0, "keep_last": 20}
     cases: dict[str, dict[str, Any]] = {
         "never": never,
-        "minutes": never | {"every_minutes": 2.0},
         "synchronous": never | {"every_minutes": 2.0, "asynchronous": False},
         "both": never | {"every_minutes": 2.0, "every_steps": 7},
         "kept": {"every_steps": 0, "every_minutes": 1.0, "keep_last": 1, "keep_every": 6},
@@ -80,12 +79,11 @@ def test_all_ranks_save_when_the_clock_of_rank_0_says_so_and_every_other_rule_ho
     assert ranks[0] == ranks[1]
     assert ranks[0] == {
         "never": [12],
-        # Two minutes are over after step 4, the ranks agree in step 5, and from its end they count again.
-        "minutes": [5, 10, 12],
         "synchronous": [5, 10, 12],
         "both": [5, 7, 12],
         "kept": [6, 12],
         "less than a step": [2, 4, 6, 8, 10, 12],  # the step that saves begins the minutes at its end
+        # Two minutes are over after step 4, the ranks agree in step 5, and from its end they count again.
         "continued": [5, 10, 12, 17, 20],
     }
     for name in cases:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist.test_checkpoint import CASES, Job
+from tests.dist.test_checkpoint import BY_CASES, Job
 from tests.helpers.jobs import TOKENIZER
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
@@ -66,9 +66,9 @@ def probe_losses(job: Job) -> torch.Tensor:
     return job.engine.losses(batch, job.engine.empty_memory(num_lanes=2, memory_len=12))[0]
 
 
-def skipping_worker(ranks: RankInfo) -> list[tuple[str, bool]]:
+def skipping_worker(ranks: RankInfo, cases: list[tuple[int, str]]) -> list[tuple[str, bool]]:
     results = []
-    for stage, precision in CASES:
+    for stage, precision in cases:
         config = tiny_config(engine={"zero_stage": stage, "precision": precision})
         expected: dict[str, Any] = {}
         for wrong in ("skip", "loss", "memory", "infinite"):
@@ -82,7 +82,10 @@ def skipping_worker(ranks: RankInfo) -> list[tuple[str, bool]]:
     return results
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_as_one_skipped_on_purpose(tmp_path: Path) -> None:
-    for rank in run_ranks(skipping_worker, world_size=2, folder=tmp_path):
-        assert len(rank) == 4 * len(CASES)
+@BY_CASES
+def test_a_step_that_is_not_finite_on_one_rank_is_as_one_skipped_on_purpose(
+    cases: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    for rank in run_ranks(skipping_worker, cases, world_size=2, folder=tmp_path):
+        assert len(rank) == 4 * len(cases)
         assert [name for name, is_same in rank if not is_same] == []

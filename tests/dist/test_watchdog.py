@@ -101,7 +101,14 @@ def outcome_of(
     return Outcome(codes, lines, time.time() - last_s, folder)
 
 
-CASES = [("stop", 0, 2), ("stop", 1, 3), ("hang", 0, 3), ("flip", 1, 2), ("spin", 0, 2), ("spin", 1, 3)]
+CASES = [
+    ("stop", 0, 2),
+    pytest.param("stop", 1, 3, marks=pytest.mark.nightly),
+    ("hang", 0, 3),
+    ("flip", 1, 2),
+    pytest.param("spin", 0, 2, marks=pytest.mark.nightly),
+    ("spin", 1, 3),
+]
 """Each kind, on the rank that keeps the store of the job and on others, of 2 and of 3."""
 
 

@@ -55,11 +55,13 @@ precision = "fp32"
     return folder / "run"
 
 
-def test_an_export_of_a_run_of_four_ranks_fits_into_1_3_times_its_weights(run: Path) -> None:
-    for dtype, least_mib in (("fp32", 100), ("bf16", 50)):
-        found = measured(run, dtype)
-        assert found["bytes"] >= least_mib * MIB
-        assert found["peak"] <= 1.3 * found["bytes"], dtype
+@pytest.mark.parametrize(("dtype", "least_mib"), [("bf16", 50), pytest.param("fp32", 100, marks=pytest.mark.nightly)])
+def test_an_export_of_a_run_of_four_ranks_fits_into_1_3_times_its_weights(
+    run: Path, dtype: str, least_mib: int
+) -> None:
+    found = measured(run, dtype)
+    assert found["bytes"] >= least_mib * MIB
+    assert found["peak"] <= 1.3 * found["bytes"]
 
 
 @pytest.mark.nightly

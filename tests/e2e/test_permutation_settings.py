@@ -138,15 +138,20 @@ def test_a_run_continues_with_another_number_of_lanes(tmp_path: Path, config_fil
     assert state["tokens_seen"] == 4 * 8 * 12 + 4 * 6 * 12
 
 
+@pytest.mark.parametrize(
+    "faults",  # the phases end at 4, 7 and 10
+    [["kill:0:6:boundary"], pytest.param(["kill:0:4:saved", "kill:0:7:load"], marks=pytest.mark.nightly)],
+    ids=["within", "between"],
+)
 def test_phases_with_other_segment_lengths_continue_bit_for_bit_after_each_kill(
-    tmp_path: Path, config_file: Path
+    tmp_path: Path, config_file: Path, faults: list[str]
 ) -> None:
     phases = ["until=0.4 num_lanes=16 segment_len=12 memory_len=20", "until=0.7 segment_len=24 memory_len=30"]
     words = [str(config_file), *XLNET, "--train.predicted_len", "6", "--train.phases", *phases]
     words += ["--train.max_steps", "10", "--checkpoint.every_steps", "2"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(*words, "--run.dir", "whole", cwd=tmp_path)
-    for fault in ("kill:0:4:saved", "kill:0:6:boundary", "kill:0:7:load"):  # the phases end at 4, 7 and 10
+    for fault in faults:
         with Job("train", *words, "--run.dir", "killed", log=tmp_path / "log", cwd=tmp_path, fault=fault) as job:
             job.wait_for(lambda job=job: bool(job.struck))  # type: ignore[misc]
             job.signal(signal.SIGKILL)

@@ -48,7 +48,9 @@ def consumed_ids(checkpoint: Path, corpus: Path) -> list[list[int]]:
     return [segment.tolist() for segment in segments]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.smoke), 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.smoke), pytest.param(3, marks=pytest.mark.nightly)]
+)
 def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, config_file: Path, corpus: Path, stage: int) -> None:
     words = [str(config_file), "--engine.zero_stage", str(stage)]
     whole, killed = tmp_path / "whole", tmp_path / "killed"

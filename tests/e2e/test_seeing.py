@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.launch import start_training, txl, wait_for
+from tests.helpers.job import Job
+from tests.helpers.launch import txl
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.alone]
 
@@ -32,18 +33,14 @@ def replace_by_file(folder: Path) -> None:
     raise AssertionError(f"{folder} comes back again and again")
 
 
-def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
-    tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TXL_FAILPOINTS", SLOW)
+def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(tmp_path: Path, config_file: Path) -> None:
     words = [str(config_file), "--train.max_steps", "20", "--eval.every_steps", "10", "--checkpoint.every_steps", "10"]
     samples = ["--metrics.sample_every_steps", "10", "--metrics.sample_len", "12", "--metrics.sample_prompt", "the cat"]
-    process = start_training(*words, *samples, cwd=tmp_path, ranks=2)
     run = tmp_path / "run"
-    wait_for(lambda: any(record["kind"] == "train" for record in records_of(run)), process=process)
-    replace_by_file(run / "tensorboard")
-    code, log = process.wait(timeout=300), tmp_path / "launcher.log"
-    assert code == 0, log.read_text(encoding="utf-8")[-4000:]
+    with Job("train", *words, *samples, log=tmp_path / "log", cwd=tmp_path, fault=SLOW) as job:
+        job.wait_for(lambda: any(record["kind"] == "train" for record in records_of(run)))
+        replace_by_file(run / "tensorboard")
+        assert job.wait(limit_s=300) == [0, 0], job.text[-4000:]
 
     records = records_of(run)
     kinds = {kind: [record for record in records if record["kind"] == kind] for kind in ("eval", "memory", "sample")}

@@ -34,11 +34,11 @@ def stream_of(checkpoint: Path) -> object:
 
 def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, config_file: Path) -> None:
     words = [str(config_file), *CONSTANT]
-    train(*words, "--train.phases", *STAGES, "--run.dir", "staged", cwd=tmp_path)
+    train(*words, "--train.phases", *STAGES, "--run.dir", "staged", cwd=tmp_path, ranks=1)
     by_hand = [*words, "--run.dir", "by_hand"]
     lengths = "--train.num_lanes {} --train.segment_len {} --train.memory_len {} --train.microbatch_lanes {}"
     for end, sizes in ((12, (32, 6, 10, 8)), (21, (16, 12, 20, 4)), (30, (8, 24, 40, 2))):
-        train(*by_hand, "--train.max_steps", str(end), *lengths.format(*sizes).split(), cwd=tmp_path)
+        train(*by_hand, "--train.max_steps", str(end), *lengths.format(*sizes).split(), cwd=tmp_path, ranks=1)
     staged, resumed = tmp_path / "staged", tmp_path / "by_hand"
     assert losses(staged) == losses(resumed)
     assert sorted(losses(staged)) == list(range(1, 31))
@@ -53,19 +53,21 @@ def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, confi
     assert (staged / "DONE").read_text() == "30\n"
 
 
+BETWEEN = [  # the stages end at 12, 21 and 30
+    ("kill:0:12:saved", 12),  # the first stage's last checkpoint is complete, its engine not yet closed
+    ("kill:0:21:load", 21),  # the second stage's engine is closed, the third's built but empty
+]
+WITHIN = [("kill:0:18:boundary", 18), ("kill:0:27:boundary", 27)]
+
+
+@pytest.mark.parametrize("kills", [BETWEEN, pytest.param(WITHIN, marks=pytest.mark.nightly)], ids=["between", "within"])
 def test_killed_between_two_stages_and_within_later_ones_it_goes_on_bit_for_bit(
-    tmp_path: Path, config_file: Path
+    tmp_path: Path, config_file: Path, kills: list[tuple[str, int]]
 ) -> None:
     words = [str(config_file), "--train.phases", *STAGES, "--train.memory_lens", "13", "40"]
     words += ["--checkpoint.every_steps", "4"]
     train(*words, "--run.dir", "whole", cwd=tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    kills = [  # the stages end at 12, 21 and 30
-        ("kill:0:12:saved", 12),  # the first stage's last checkpoint is complete, its engine not yet closed
-        ("kill:0:18:boundary", 18),
-        ("kill:0:21:load", 21),  # the second stage's engine is closed, the third's built but empty
-        ("kill:0:27:boundary", 27),
-    ]
     for fault, step in kills:
         with Job("train", *words, "--run.dir", "killed", log=tmp_path / "log", cwd=tmp_path, fault=fault) as job:
             job.wait_for(lambda job=job: bool(job.struck))  # type: ignore[misc]

@@ -83,7 +83,11 @@ print(json.dumps({"scores": scores, "made": np.stack(made, 1).tolist()}))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["adaptive_div_2_window", "labml_like", pytest.param("untied_window_and_self", marks=pytest.mark.nightly)]
+    "name",
+    [
+        "adaptive_div_2_window",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("labml_like", "untied_window_and_self")),
+    ],
 )
 def test_onnx_runtime_alone_scores_and_generates_as_the_bundle(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.nightly  # test_gpu_offline.py unpacks a smaller archive
 def test_a_second_checkout_finds_the_packed_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, packed, second = tmp_path / "cache", tmp_path / "kernels.tar.gz", tmp_path / "second"
     for folder in ("txl_dist", "tools"):

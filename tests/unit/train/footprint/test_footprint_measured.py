@@ -14,6 +14,7 @@ from txl_dist.distributed.malloc import _has_huge_pages
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.nightly  # test_footprint.py measures smaller models in one process
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.skipif(not _has_huge_pages(), reason="without huge pages the allocator is left as it is")
@@ -21,10 +22,8 @@ ROOT = Path(__file__).parents[4]
     ("stages", "words"),
     [
         ((3,), []),
-        pytest.param((0, 1, 2), [], marks=pytest.mark.nightly),
-        pytest.param(
-            (1,), ["--recipes", "xlnet", "--softmax", "plain", "--lanes", "8"], id="xlnet", marks=pytest.mark.nightly
-        ),
+        ((0, 1, 2), []),
+        pytest.param((1,), ["--recipes", "xlnet", "--softmax", "plain", "--lanes", "8"], id="xlnet"),
     ],
     ids=str,
 )
