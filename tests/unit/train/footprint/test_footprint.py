@@ -33,7 +33,7 @@ from txl_dist.vocabulary_clusters import cluster_edges, cluster_shares
 
 VOCAB_SIZE = 6000
 LAYERS = {"num_layers": 4, "width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024, "dropout": 0.1}
-TRAIN = {"num_lanes": 8, "segment_len": 128, "memory_len": 128, "microbatch_lanes": 8}
+TRAIN = {"num_lanes": 4, "segment_len": 128, "memory_len": 128, "microbatch_lanes": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "two layers of clusters": {"model": LAYERS | {"cutoffs": [2000, 4000], "div_value": 2}, "train": TRAIN},
     "longer, memories of their own, blocks recomputed": {
