@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -113,6 +114,17 @@ def test_chunks_do_not_change_what_is_computed(monkeypatch: pytest.MonkeyPatch) 
     chunked = outcome(triton_relative_attention, leaves, gradient, visible=visible)
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["enwik8_base", "wt103_base"])
+def test_distance_scores_that_are_kept_change_no_bit(name: str) -> None:
+    leaves, gradient = leaves_and_gradient(SIZES[name], torch.bfloat16)
+    visible = visibility(SIZES[name])
+    runs = []
+    for attend in (triton_relative_attention, partial(triton_relative_attention, keeps_scores=True)):
+        torch.manual_seed(3)
+        runs.append(outcome(attend, leaves, gradient, visible=visible, dropout=0.1))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_dropout_drops_at_its_rate_and_scales_up_what_it_keeps() -> None:

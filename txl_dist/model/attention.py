@@ -98,6 +98,8 @@ class Attention(nn.Module):
         if model.segment_terms:
             self.segment_bias = nn.Parameter(torch.empty(model.num_heads, model.head_width))
             self.segment_encoding = nn.Parameter(torch.empty(2, model.num_heads, model.head_width))
+        self.keeps_scores = False
+        """True if the Triton kernels keep distance scores from the forward to the backward pass."""
         self.uses_products = not model.query_key_norm and not mixes_values
         """True if attention uses queries, keys and values as the projections return them, without norms or mixes."""
 
@@ -268,6 +270,7 @@ class Attention(nn.Module):
             position_bias_NH=self.position_bias,
             visible=visible,
             dropout=self.dropout,
+            keeps_scores=self.keeps_scores,
         )
 
     def attend(self, terms: Terms, *, visible: AttentionMask | OrderedMask) -> Tensor:
@@ -281,6 +284,8 @@ class Attention(nn.Module):
             dropout = 0.0
         if not isinstance(visible, OrderedMask):
             attention = implementation(self.kernel, terms)
+            if self.keeps_scores and self.training and attention is attention_launch.triton_relative_attention:
+                return attention(terms, visible=visible, dropout=dropout, keeps_scores=True)
             return attention(terms, visible=visible, dropout=dropout)
         if self.segment_bias is not None and self.segment_encoding is not None and visible.row_type_BQ is not None:
             assert visible.key_type_BK is not None

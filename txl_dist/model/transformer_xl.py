@@ -35,7 +35,7 @@ class TransformerXL(nn.Module):
 
     If `recompute_every` is n, the activations of every n-th block are not kept, and the backward pass computes them
     again. A value of 0 keeps all activations. `attention` is the setting `engine.attention`, and `memory_lens` is
-    `train.memory_lens`.
+    `train.memory_lens`. With `keeps_scores` the Triton kernels of attention keep distance scores for the backward pass.
 
     Raises ConfigError if the cutoffs do not fit `vocab_size`, or if an argument has the wrong type.
     """
@@ -48,6 +48,7 @@ class TransformerXL(nn.Module):
         recompute_every: int = 0,
         attention: AttentionKernel = "auto",
         memory_lens: Sequence[int] = (),
+        keeps_scores: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(model, ModelSection) or not isinstance(vocab_size, int):
@@ -70,7 +71,9 @@ class TransformerXL(nn.Module):
             layer_biases *= model.num_layers
         self.blocks = nn.ModuleList()
         for index, biases in enumerate(layer_biases):
-            self.blocks.append(Block(model, biases=biases, is_first=index == 0, kernel=attention))
+            block = Block(model, biases=biases, is_first=index == 0, kernel=attention)
+            block.attention.keeps_scores = keeps_scores
+            self.blocks.append(block)
         # Outside the blocks: their gradients are ready before the blocks' are complete, and ZeRO-3 exchanges those.
         if model.residual_scalars:
             num_mixes = model.num_layers

@@ -35,7 +35,7 @@ KERNEL_SHARE = 0.3
 """Share of the GPU's peak that our Triton kernels reach. The value is a prediction."""
 KERNEL_WORK = 11 / 9
 """Operations of the Triton kernels, divided by the operations of attention that computes each product once. The kernels
-compute scores again in the backward pass."""
+compute scores again in the backward pass. Kept distance scores would make it 10 / 9."""
 EXCHANGE_SHARE = 0.5
 """Share of the bus bandwidth within a node that a trainer reaches."""
 NETWORK_SHARE = 0.85

@@ -5,6 +5,10 @@ backward pass the function keeps the inputs, the context, and one number per que
 `kernels/relative_attention.py`. Only the score buffer has T x K numbers per lane and head. It holds the scores of a
 chunk: some lanes and heads at a time. `launches` plans all launches for given sizes, and needs no device.
 
+With `keeps_scores` the function also keeps the distance scores of the forward pass, T x K numbers per lane and head.
+The backward pass then computes one product less and passes over the scores one time less. The results have the same
+bits.
+
 No launch waits for the device. The seed of dropout is a tensor, drawn from the device's default generator. Activation
 checkpointing restores that generator, so recomputation draws the same mask.
 
@@ -42,7 +46,7 @@ bytes."""
 SCORE_BUFFER_BYTES = 192 * 2**20
 """Largest score buffer of a chunk, in bytes. The scores of one layer fit in it for every recipe. A buffer of 30 MB
 would stay in the L2 cache of an H100 or H200 (50 and 60 MB). But then there would be many launches, and each would be
-too small to fill a device. `python -m tools.benchmarks.attention --buffers` measures which size is better."""
+too small to fill a device. The section `sweep` of tools/benchmarks/gpu.py measures sizes below and above the cache."""
 MAX_MATRICES = 65_535 // 8
 """Largest number of score matrices in a chunk. An axis of a CUDA grid has at most 65,535 programs, and a matrix needs 8
 programs."""
@@ -284,15 +288,19 @@ def missing_compiler_reason() -> str:
     return f"Triton needs a C compiler, but {compiler} cannot compile with Python.h ({why})"
 
 
-def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
+def triton_relative_attention(
+    terms: Terms, *, visible: AttentionMask, dropout: float = 0.0, keeps_scores: bool = False
+) -> Tensor:
     """Attend by content and distance with the Triton kernels. Returns context_BTNH, like `relative_attention`.
 
     Call this function only if `unsupported_reason` returns None. The kernels use all fields of `terms` except
-    `distance_bias_KN`.
+    `distance_bias_KN`. With `keeps_scores` the distance scores are kept for the backward pass.
     """
     query, key, value, *others = terms[:6]
     key_value = torch.stack([key, value], 2)
-    return _attend(query.unsqueeze(2), key_value, None, *others, visible=visible, dropout=dropout)
+    return _attend(
+        query.unsqueeze(2), key_value, None, *others, visible=visible, dropout=dropout, keeps_scores=keeps_scores
+    )
 
 
 def triton_attention_of_products(
@@ -304,15 +312,17 @@ def triton_attention_of_products(
     position_bias_NH: Tensor,
     visible: AttentionMask,
     dropout: float = 0.0,
+    keeps_scores: bool = False,
 ) -> Tensor:
     """Attend with the Triton kernels to the results of fused projections. Returns context_BTNH.
 
     `segment_BT3NH` holds queries, keys and values of the segment. `past_BM2NH` holds keys and values of the memory. The
-    kernels read these tensors without copies, and each tensor gets one gradient.
+    kernels read these tensors without copies, and each tensor gets one gradient. With `keeps_scores` the distance
+    scores are kept for the backward pass.
     """
     past = past_BM2NH if past_BM2NH.shape[1] else None
     others = (distance_KNH, content_bias_NH, position_bias_NH)
-    return _attend(segment_BT3NH, None, past, *others, visible=visible, dropout=dropout)
+    return _attend(segment_BT3NH, None, past, *others, visible=visible, dropout=dropout, keeps_scores=keeps_scores)
 
 
 def _attend(
@@ -322,6 +332,7 @@ def _attend(
     *others: Tensor | None,
     visible: AttentionMask,
     dropout: float,
+    keeps_scores: bool,
 ) -> Tensor:
     """Attend with the Triton kernels. Returns context_BTNH.
 
@@ -340,6 +351,7 @@ def _attend(
         seed,
         visible.oldest,
         threshold_of(dropout),
+        keeps_scores,
     )
     return context
 
@@ -403,9 +415,13 @@ def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
     return options
 
 
-def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
+def launches(sizes: Sizes, *, backward: bool, has_scores: bool = False) -> list[Launch]:
     """Plan the launches of one layer's forward or backward pass. Returns the launches in order. The function needs no
-    device."""
+    device.
+
+    With `has_scores` the backward pass has the distance scores of the forward pass. The kernel `distance_scores` then
+    only prepares the queries.
+    """
     all_chunks = list(chunks(sizes))
     largest = all_chunks[0]
     kernels = BACKWARD if backward else FORWARD
@@ -414,6 +430,8 @@ def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
     for chunk in all_chunks:
         for kernel, tile in chosen.items():
             grid = _grid(kernel, tile, sizes, chunk, largest)
+            if has_scores and kernel == "distance_scores":
+                grid = (1, *grid[1:])
             planned.append(Launch(kernel, tile, grid, chunk))
     if backward:
         (tile,) = tiles(sizes.H, has_dropout=sizes.has_dropout)[SUM]
@@ -507,10 +525,22 @@ def _ceil_div(number: int, divisor: int) -> int:
 
 class _Kernels:
     """Launcher of the kernels for the inputs of one layer. It holds the planned launches and what all launches share:
-    the shape and the buffer of scores."""
+    the shape and the buffer of scores.
+
+    `kept_scores` are the distance scores that the forward pass has kept. With `keeps_scores` the buffer has room for
+    the scores of all chunks.
+    """
 
     def __init__(
-        self, inputs: _Products, *, num_keys: int, oldest: int | None, has_dropout: bool, backward: bool
+        self,
+        inputs: _Products,
+        *,
+        num_keys: int,
+        oldest: int | None,
+        has_dropout: bool,
+        backward: bool,
+        keeps_scores: bool = False,
+        kept_scores: Tensor | None = None,
     ) -> None:
         from txl_dist.model.kernels import relative_attention
 
@@ -519,7 +549,8 @@ class _Kernels:
         B, T, N, H = query.shape
         self.head_width = H
         sizes = Sizes(B, T, num_keys, N, H, has_dropout, query.element_size())
-        self.launches = launches(sizes, backward=backward)
+        self.sizes = sizes
+        self.launches = launches(sizes, backward=backward, has_scores=kept_scores is not None)
         self.shape = Shape(
             T=T,
             K=num_keys,
@@ -530,9 +561,22 @@ class _Kernels:
             past_stride=2 * N * H,
             oldest=oldest,
         )
-        largest = self.launches[0].chunk
-        num_matrices = largest.num_lanes * largest.num_heads
-        self.scores = query.new_empty(num_matrices * sizes.matrix_len)
+        self.holds_all = keeps_scores or kept_scores is not None
+        if kept_scores is not None:
+            self.scores = kept_scores
+        elif keeps_scores:
+            self.scores = query.new_empty(B * N * sizes.matrix_len)
+        else:
+            largest = self.launches[0].chunk
+            self.scores = query.new_empty(largest.num_lanes * largest.num_heads * sizes.matrix_len)
+
+    def scores_of(self, chunk: KernelChunk) -> Tensor:
+        """Return the part of the score buffer for a chunk, [heads, lanes, T, S] as a flat tensor."""
+        if not self.holds_all:
+            return self.scores
+        first_matrix = chunk.first_head * self.sizes.B + chunk.first_lane * chunk.num_heads
+        start = first_matrix * self.sizes.matrix_len
+        return self.scores[start : start + chunk.num_lanes * chunk.num_heads * self.sizes.matrix_len]
 
     def largest_grid(self, name: str) -> tuple[int, ...]:
         """Return the kernel's grid for the first chunk. No other chunk has more programs along any axis."""
@@ -600,6 +644,7 @@ class _Attention(torch.autograd.Function):
         seed: Tensor | None,
         oldest: int | None,
         threshold: int,
+        keeps_scores: bool,
     ) -> Tensor:
         head_width = segment.shape[-1]
         scale = head_width**-0.5
@@ -611,22 +656,31 @@ class _Attention(torch.autograd.Function):
         segment, key_value, past, distance, content_bias, position_bias = leaves
         inputs = _Products.of(segment, key_value, past)
         num_keys = key_document.shape[1]
-        kernels = _Kernels(inputs, num_keys=num_keys, oldest=oldest, has_dropout=threshold > 0, backward=False)
+        kernels = _Kernels(
+            inputs,
+            num_keys=num_keys,
+            oldest=oldest,
+            has_dropout=threshold > 0,
+            backward=False,
+            keeps_scores=keeps_scores,
+        )
         query = inputs.query
         shape = kernels.shape
-        scores = kernels.scores
         B, T, N, _ = query.shape
         context = query.new_empty(query.shape)
         lse = query.new_empty(B, N, T, dtype=torch.float32)
         documents = (query_document, key_document, seed)
         only_in_backward = [None] * 6
-        arguments = {
-            "distance_scores": (query, distance, position_bias, scores, *only_in_backward, shape, 1.0),
-            "attend": (*inputs, content_bias, scores, *documents, context, lse, shape, scale, threshold),
-        }
         for launch in kernels.launches:
+            scores = kernels.scores_of(launch.chunk)
+            arguments = {
+                "distance_scores": (query, distance, position_bias, scores, *only_in_backward, shape, 1.0),
+                "attend": (*inputs, content_bias, scores, *documents, context, lse, shape, scale, threshold),
+            }
             kernels.run(launch, *arguments[launch.kernel])
-        ctx.save_for_backward(*leaves, *documents, context, lse)
+        kept_scores = kernels.scores if keeps_scores else None
+        ctx.save_for_backward(*leaves, *documents, context, lse, kept_scores)
+        ctx.has_scores = keeps_scores
         ctx.settings = (oldest, scale, threshold, head_width)
         if padding:
             (context,) = with_width([context], head_width)
@@ -635,18 +689,23 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        segment, key_value, past, distance, content_bias, position_bias, *documents, context, lse = ctx.saved_tensors
+        segment, key_value, past, distance, content_bias, position_bias, *others = ctx.saved_tensors
+        *documents, context, lse, kept_scores = others
         oldest, scale, threshold, head_width = ctx.settings
+        if not ctx.has_scores:
+            kept_scores = None
+        ctx.has_scores = False  # this pass writes gradients over the scores, so a second pass computes them again
         inputs = _Products.of(segment, key_value, past)
         K = documents[1].shape[1]
         query = inputs.query
         d_context = gradients[0].contiguous()
         if query.shape[-1] != head_width:
             (d_context,) = with_width([d_context], query.shape[-1])
-        kernels = _Kernels(inputs, num_keys=K, oldest=oldest, has_dropout=threshold > 0, backward=True)
+        kernels = _Kernels(
+            inputs, num_keys=K, oldest=oldest, has_dropout=threshold > 0, backward=True, kept_scores=kept_scores
+        )
         B, _, N, H = query.shape
         shape = kernels.shape
-        scores = kernels.scores
         content_query = torch.empty_like(context)
         position_query = torch.empty_like(context)
         delta = torch.empty_like(lse)
@@ -672,22 +731,24 @@ class _Attention(torch.autograd.Function):
         kept_part = 1 - threshold / KEEP_LEVELS
         d_scale = scale / kept_part
         prepared = (content_bias, context, d_context, content_query, position_query, delta)
-        loaded = (content_query, *inputs[1:], scores, *documents, d_context, lse, delta)
-        arguments: dict[str, tuple[Any, ...]] = {
-            "distance_scores": (query, distance, position_bias, scores, *prepared, shape, kept_part),
-            "key_value_gradients": (*loaded, *d_inputs[1:], shape, scale, threshold, d_scale),
-            "query_gradients": (*inputs[1:], scores, d_inputs.query, content_parts, shape, d_scale),
-            "distance_gradients": (position_query, scores, distance_parts, shape, d_scale),
-            "sum_parts": (*parts, *sums, *num_parts, K * N * H, N * H),
-        }
         for launch in kernels.launches:
+            scores = kernels.scores_of(launch.chunk)
+            new_scores = scores if kept_scores is None else None
+            loaded = (content_query, *inputs[1:], scores, *documents, d_context, lse, delta)
             part = position_parts[lane_starts.index(launch.chunk.first_lane)]
-            arguments["distance_query_gradients"] = (distance, scores, d_inputs.query, part, shape, d_scale)
+            arguments: dict[str, tuple[Any, ...]] = {
+                "distance_scores": (query, distance, position_bias, new_scores, *prepared, shape, kept_part),
+                "key_value_gradients": (*loaded, *d_inputs[1:], shape, scale, threshold, d_scale),
+                "query_gradients": (*inputs[1:], scores, d_inputs.query, content_parts, shape, d_scale),
+                "distance_query_gradients": (distance, scores, d_inputs.query, part, shape, d_scale),
+                "distance_gradients": (position_query, scores, distance_parts, shape, d_scale),
+                "sum_parts": (*parts, *sums, *num_parts, K * N * H, N * H),
+            }
             kernels.run(launch, *arguments[launch.kernel])
         d_leaves: list[Tensor | None] = [d_segment, d_key_value, d_past, *sums]
         if head_width != H:
             d_leaves = _with_width(d_leaves, head_width)
-        return *d_leaves, None, None, None, None, None
+        return *d_leaves, None, None, None, None, None, None
 
 
 def _with_width(tensors: Sequence[Tensor | None], width: int) -> list[Tensor | None]:

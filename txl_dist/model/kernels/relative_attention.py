@@ -19,7 +19,7 @@ for short segments too. They span few queries, so few of their numbers lie beyon
 
     forward   over n  distance_scores           buffer <- (q + v) R'
               over j  attend                    softmax((q + u) k' + buffer) values
-    backward  over n  distance_scores           buffer <- (q + v) R' again: no T x K numbers are kept.
+    backward  over n  distance_scores           buffer <- (q + v) R' again, unless the buffer was kept
                                                 Also q + u, q + v, and delta_i = d_context_i . context_i
               over j  key_value_gradients       dk, dv; buffer <- dS, the gradient of the scores, in place
               over j  query_gradients           dq <- dS k, and partial sums of du
@@ -248,7 +248,8 @@ def distance_scores(
 ):
     """Compute terms (b) and (d) of the scores: one tile of (q + v) R'. Its columns are n (see the module's docstring).
 
-    The grid of programs is (tiles of n, tiles of rows, 8 residues x heads).
+    The grid of programs is (tiles of n, tiles of rows, 8 residues x heads). If SCORES is None, no scores are computed,
+    and the grid has one tile of n.
 
     In the backward pass the first program of each tile of rows has the least work. So it also writes the values of
     these rows that later kernels need: q + u, q + v, and delta = d_context . context. The softmax subtracts delta from
@@ -267,17 +268,18 @@ def distance_scores(
     n0 = tl.program_id(0) * COLUMNS - 8 * tl.cdiv(shape.T, 8)
     last_row = (tl.program_id(1) + 1) * ROWS - 1
     first, last = seen_columns(residue, last_row // lanes, shape)
-    if (n0 <= last) & (n0 + COLUMNS > first):
-        query = load_rows(QUERY + column, row, known, shape.query_stride, H, BLOCK_H)
-        position_query = query.to(tl.float32) + load_bias(BIAS, first_head + head, ROWS, H, BLOCK_H)
-        query = position_query.to(query.dtype)
-        c = n0 + tl.arange(0, COLUMNS) + (shape.T - 1 - residue)
-        is_distance = (c >= 0) & (c < shape.K)
-        distance = load_rows(DISTANCE + column, c, is_distance, width, H, BLOCK_H)
-        score = dot(query, tl.trans(distance), tl.zeros([ROWS, COLUMNS], tl.float32), CAST)
-        pointer, mask = skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS)
-        tl.store(pointer, score.to(SCORES.dtype.element_ty), mask=mask)
-    # Two conditions: the compiler decides the first, and only a running program the second.
+    # Each time two conditions: the compiler decides the first, and only a running program the second.
+    if SCORES is not None:  # noqa: SIM102
+        if (n0 <= last) & (n0 + COLUMNS > first):
+            query = load_rows(QUERY + column, row, known, shape.query_stride, H, BLOCK_H)
+            position_query = query.to(tl.float32) + load_bias(BIAS, first_head + head, ROWS, H, BLOCK_H)
+            query = position_query.to(query.dtype)
+            c = n0 + tl.arange(0, COLUMNS) + (shape.T - 1 - residue)
+            is_distance = (c >= 0) & (c < shape.K)
+            distance = load_rows(DISTANCE + column, c, is_distance, width, H, BLOCK_H)
+            score = dot(query, tl.trans(distance), tl.zeros([ROWS, COLUMNS], tl.float32), CAST)
+            pointer, mask = skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS)
+            tl.store(pointer, score.to(SCORES.dtype.element_ty), mask=mask)
     if DELTA is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             context = load_rows(CONTEXT + column, row, known, width, H, BLOCK_H)

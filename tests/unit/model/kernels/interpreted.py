@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 from unittest import mock
@@ -96,6 +97,8 @@ CASES = {
 
 OF_PRODUCTS = ("odd", "nvidia_base_shape", "one_token", "one_token_after_memory", "dropout")
 """Cases that are computed a second time, of products that lie apart: where keys lie does not depend on documents."""
+KEPT = ("odd", "one_token", "window", "dropout")
+"""Cases that are computed again with distance scores that the forward pass keeps: several chunks and one chunk."""
 
 
 @triton.jit
@@ -205,6 +208,10 @@ def relative_errors(name: str) -> dict[str, float]:
         of_products = outcome(attend_to_products, case, case.dtype)
         pairs = zip(measured, of_products, strict=True)
         errors["of_products"] = max((a - b).abs().max().item() for a, b in pairs)
+    if name in KEPT:
+        torch.manual_seed(7)
+        keeping = partial(attention_launch.triton_relative_attention, keeps_scores=True)
+        errors["kept_scores"] = float(not all(map(torch.equal, measured, outcome(keeping, case, case.dtype))))
     return errors
 
 
@@ -232,14 +239,13 @@ def dropout_rates() -> dict[str, float]:
 
 
 def recomputed() -> dict[str, float]:
-    """Largest difference of a gradient under activation checkpointing."""
+    """Largest difference of a gradient under activation checkpointing, and in a second backward pass."""
     case = Case(12, 4, rows=16, dropout=0.4)
     use_tiles(case)
+    keeping = partial(attention_launch.triton_relative_attention, keeps_scores=True)
 
     def attend_again(*inputs: Any, **settings: Any) -> Tensor:
-        context: Tensor = checkpoint(
-            attention_launch.triton_relative_attention, *inputs, use_reentrant=False, **settings
-        )
+        context: Tensor = checkpoint(keeping, *inputs, use_reentrant=False, **settings)
         return context
 
     torch.manual_seed(5)
@@ -249,7 +255,18 @@ def recomputed() -> dict[str, float]:
     torch.manual_seed(6)
     other = outcome(attention_launch.triton_relative_attention, case, torch.float32)
     difference = max((a - b).abs().max().item() for a, b in zip(once, twice, strict=True))
-    return {"same_seed": difference, "other_seed": (once[0] - other[0]).abs().max().item()}
+    (query, key_value, *distances), gradient, visible = drawn_inputs(case)
+    query = query.float().requires_grad_()
+    terms = Terms(query, *key_value.float().unbind(2), *(x.float() for x in distances))
+    context = keeping(terms, visible=visible)
+    first, second = (
+        torch.autograd.grad(context, query, gradient.float(), retain_graph=retains)[0] for retains in (True, False)
+    )
+    return {
+        "same_seed": difference,
+        "other_seed": (once[0] - other[0]).abs().max().item(),
+        "second_pass": (first - second).abs().max().item(),
+    }
 
 
 def softmax_errors() -> dict[str, float]:

@@ -204,7 +204,7 @@ def test_attention_keeps_some_probabilities_at_every_rate_of_dropout(monkeypatch
     thresholds = []
 
     def apply(*arguments: Any) -> torch.Tensor:
-        thresholds.append(arguments[-1])
+        thresholds.append(arguments[-2])
         return torch.zeros(1)
 
     monkeypatch.setattr(attention_launch._Attention, "apply", apply)

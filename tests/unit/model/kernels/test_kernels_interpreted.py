@@ -60,7 +60,7 @@ def found(request: pytest.FixtureRequest) -> FOUND:
 
 @pytest.mark.parametrize("name", FP32)
 def test_context_and_all_gradients_are_those_of_the_twin(found: FOUND, name: str) -> None:
-    assert found[name].keys() - {"of_products"} == {
+    assert found[name].keys() - {"of_products", "kept_scores"} == {
         *("context", "query", "key_value", "distance", "content_bias", "position_bias"),
     }
     assert {output: error for output, error in found[name].items() if not error < 1e-6} == {}
@@ -70,6 +70,13 @@ def test_products_that_lie_apart_are_attended_to_as_one(found: FOUND) -> None:
     differences = [values["of_products"] for values in found.values() if "of_products" in values]
     assert len(differences) >= 2
     assert set(differences) == {0.0}
+
+
+def test_distance_scores_that_are_kept_change_no_bit(found: FOUND) -> None:
+    differ = [values["kept_scores"] for values in found.values() if "kept_scores" in values]
+    assert len(differ) >= 4
+    assert set(differ) == {0.0}
+    assert found["recomputed"]["second_pass"] == 0.0
 
 
 def test_in_bf16_they_differ_by_its_rounding(found: FOUND) -> None:
