@@ -546,6 +546,9 @@ class EngineSection(Section):
     """Implementation of relative attention. plain: separate torch operations. fused: one function with a hand-written
     backward pass, on any device. triton: GPU kernels in half precision, also for residual sums, norms, activations,
     dropout and the softmax. auto: the fastest supported implementation. With plain and fused no Triton kernel runs."""
+    keep_scores: Annotated[Literal["off", "on", "auto"], FREE] = "auto"
+    """Keep the distance scores of the Triton kernels from the forward to the backward pass, which then computes one
+    product less. Results are bit-identical. auto: on if the step is predicted to fit into GPU memory with them."""
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
     if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: on if

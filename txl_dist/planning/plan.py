@@ -390,7 +390,17 @@ class _Planner:
                     break
 
     def _row(self, configs: list[Config]) -> list[Option]:
-        """Return options with increasing micro-batches.
+        """Return options with increasing micro-batches. Distance scores are kept where they fit."""
+        needed = self._row_bytes(configs, choice="off")
+        if self._may_keep_scores(configs[0]):
+            with_scores = self._row_bytes(configs, choice="on")
+            pairs = zip(with_scores, needed, strict=True)
+            needed = [kept if kept <= self.gpu.usable_bytes else least for kept, least in pairs]
+        return [self.option(*pair) for pair in zip(configs, needed, strict=True)]
+
+    def _row_bytes(self, configs: list[Config], *, choice: str) -> list[float]:
+        """Return the needed bytes of options with increasing micro-batches. `choice` replaces "auto" as the value of
+        engine.keep_scores.
 
         Bytes are counted for the smallest and the largest micro-batch. For the sizes between these two the bytes are
         interpolated. The bytes are a convex function of the micro-batch size, so the interpolated values are not too
@@ -398,7 +408,10 @@ class _Planner:
         """
         sizes = [config.train.microbatch_lanes for config in configs]
         engine = configs[-1].engine
-        first, last = (sum(self.needed(config).values()) for config in (configs[0], configs[-1]))
+        ends = [configs[0], configs[-1]]
+        if engine.keep_scores == "auto":
+            ends = [changed(config, {"engine.keep_scores": choice}) for config in ends]
+        first, last = (sum(self._counted(config).values()) for config in ends)
         # All but the last accumulate gradients, which up to stage 1 are held twice then.
         if engine.zero_stage < 2:
             twice_bytes = self.parameters * DTYPES[engine.dtype].itemsize
@@ -406,10 +419,23 @@ class _Planner:
             twice_bytes = 0
         rise = max(0.0, last + twice_bytes - first)
         between = [first + rise * (size - sizes[0]) / (sizes[-1] - sizes[0]) for size in sizes[1:-1]]
-        return [self.option(*pair) for pair in zip(configs, [first, *between, last], strict=False)]
+        return [first, *between, last][: len(configs)]
+
+    def _may_keep_scores(self, config: Config) -> bool:
+        """Return whether the Triton kernels keep distance scores if they fit into memory."""
+        return config.engine.keep_scores == "auto" and attention_kind(config, gpu=self.gpu) == "kernels"
 
     def needed(self, config: Config) -> dict[str, float]:
-        """Return the bytes that a rank needs, by their purpose."""
+        """Return the bytes that a rank needs, by their purpose. Distance scores are kept if they fit."""
+        if self._may_keep_scores(config):
+            kept = self._counted(changed(config, {"engine.keep_scores": "on"}))
+            if sum(kept.values()) <= self.gpu.usable_bytes:
+                return kept
+        return self._counted(config)
+
+    def _counted(self, config: Config) -> dict[str, float]:
+        """Return the bytes that a rank needs with these settings, by their purpose. If engine.keep_scores is "auto",
+        they do not include kept distance scores."""
         kind = attention_kind(config, gpu=self.gpu)
         in_fp32 = DTYPES[config.engine.dtype].itemsize == 4
         # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So

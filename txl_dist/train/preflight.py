@@ -199,6 +199,8 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
         warnings.append("model.tie_projections has no effect: embeddings as wide as the model need no projection")
     if model.div_value > 1 and not model.cutoffs:
         warnings.append("model.div_value has no effect on widths without model.cutoffs")
+    if config.engine.keep_scores == "on" and config.engine.attention in ("plain", "fused"):
+        warnings.append(f"engine.keep_scores=on has no effect with engine.attention={config.engine.attention}")
     if config.engine.recompute_every > 1 and not config.engine.activation_checkpointing:
         warnings.append("engine.recompute_every has no effect without engine.activation_checkpointing")
     if not model.scheme.has_distance_terms and config.engine.attention != "auto":
@@ -316,6 +318,8 @@ def _attention(config: Config) -> str:
     query = torch.empty(shape, dtype=DTYPES[config.engine.dtype], device=device)
     reason = unsupported_reason(query, has_position_bias=model.scheme.has_position_bias, in_any_order=model.any_order)
     if reason is None:
+        if config.engine.keep_scores == "on":
+            return "triton with kept scores"
         return "triton"
     if query.is_cuda:
         return f"fused (not by Triton: {reason})"

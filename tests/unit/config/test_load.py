@@ -362,7 +362,7 @@ ADDED = {
 
 
 def changed(value: Any, *, key: str) -> Any:
-    if key == "cuda_graph":
+    if key in ("cuda_graph", "keep_scores"):
         return "on"
     if key == "batch_tokens":
         return 32 * 64  # the tokens of the default lanes, so that no other setting changes

@@ -21,7 +21,7 @@ from txl_dist.config.load import Config, plan_batch
 from txl_dist.config.load import changed as with_settings
 from txl_dist.errors import ConfigError
 from txl_dist.planning import plan
-from txl_dist.planning.hardware import GPUS, GpuCluster
+from txl_dist.planning.hardware import CONTEXT_GIB, FRAGMENTED_SHARE, GPUS, GpuCluster
 from txl_dist.planning.plan import Option, Plan, PlannedOption, PlanOptions, attention_kind, make_plan, usable_gpus
 from txl_dist.planning.scaling import Point
 from txl_dist.planning.text import plan_lines
@@ -214,6 +214,26 @@ def test_between_counted_micro_batches_memory_is_never_too_little(facts: Plan) -
             batch = plan_batch(one.train, world_size=4)
             counted = bytes_per_rank(one, plan=batch, vocab_size=VOCAB_SIZE, on_gpu=True)
             assert row.needed_gib * 2**30 >= sum(counted.values()) * (1 - 1e-9)
+
+
+def test_kept_distance_scores_are_planned_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = {"num_lanes": 8, "segment_len": 256, "memory_len": 256, "microbatch_lanes": 8}
+    config = changed(CONFIG, model={"num_layers": 4}, train=train, engine={"precision": "bf16"})
+
+    def needed(choice: str = "auto") -> float:
+        facts = make_plan(changed(config, engine={"keep_scores": choice}), question=question(gpus=1))
+        assert isinstance(facts.as_configured, Option)
+        least = min(row.needed_gib for row in facts.options if row.lanes == 8 and row.engine.zero_stage == 1)
+        assert least == pytest.approx(facts.as_configured.needed_gib)
+        return least
+
+    kept, given_up = needed("on"), needed("off")
+    layer = 2 * 8 * 2 * 256 * 512 / 2**30
+    assert 3 * layer <= kept - given_up <= 4 * layer
+    assert needed() == pytest.approx(kept)
+    small = dataclasses.replace(GPUS["h100"], memory_gib=CONTEXT_GIB + (kept + given_up) / 2 / (1 - FRAGMENTED_SHARE))
+    monkeypatch.setitem(GPUS, "h100", small)
+    assert needed() == pytest.approx(given_up)
 
 
 CONFIG_TEXT = """

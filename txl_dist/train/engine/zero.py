@@ -520,6 +520,7 @@ def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] 
         recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
         attention=config.engine.attention,
         memory_lens=config.train.memory_lens,
+        keeps_scores=config.engine.keep_scores == "on",
     )
     if weights is not None:
         copy_weights(model, weights)

@@ -92,6 +92,27 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
     )
 
 
+def gpu_room(device: torch.device) -> float:
+    """Return the bytes of GPU memory that a step may be predicted to use, with a margin. On a CPU they are 0."""
+    if device.type != "cuda":
+        return 0.0
+    return SURE["cuda"] * room_bytes(device)
+
+
+def with_kept_scores(config: Config, *, plan: BatchPlan, vocab_size: int, room: float) -> Config:
+    """Return the settings with engine.keep_scores = "on" or "off" in place of "auto".
+
+    Distance scores are kept if a step with them is predicted to need at most `room` bytes of GPU memory. Otherwise they
+    are given up, before anything else. Without a GPU `room` is 0. The results of training do not depend on the choice.
+    """
+    if config.engine.keep_scores != "auto":
+        return config
+    kept = changed(config, {"engine.keep_scores": "on"})
+    if room and sum(bytes_per_rank(kept, plan=plan, vocab_size=vocab_size, on_gpu=True).values()) <= room:
+        return kept
+    return changed(config, {"engine.keep_scores": "off"})
+
+
 def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, on_gpu: bool) -> float:
     """Return an upper bound on the bytes of memory that a rank uses.
 
@@ -139,6 +160,7 @@ def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool]
     are combined, and the list has the first combination that fits.
     """
     engine = config.engine
+    without_scores: Change = {"engine.keep_scores": "off"} if engine.keep_scores == "on" else {}
     without_graphs: Change = {"engine.cuda_graph": "off"} if engine.replays(on_gpu=on_gpu) else {}
     recomputed: Change = {} if engine.activation_checkpointing else {"engine.activation_checkpointing": True}
     recomputed |= without_graphs
@@ -156,7 +178,7 @@ def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool]
     found: list[Change] = []
     if smaller and fits(smaller[0]):
         found.append(_first_that_fits(reversed(smaller), fits))
-    for kind in ([without_graphs], [recomputed], sharded, offloaded):
+    for kind in ([without_scores], [without_graphs], [recomputed], sharded, offloaded):
         change = _first_that_fits(kind, fits)
         if change:
             found.append(change)

@@ -44,6 +44,7 @@ def bytes_per_rank(
 
     `cluster_shares` are the shares of the tokens, one per cluster of the vocabulary. Without them `typical_shares` are
     used. With offloading the optimizer is not included. Temporary copies of gradients and weights count as activations.
+    Kept distance scores are counted if engine.keep_scores is "on", and not if it is "auto" (see `with_kept_scores`).
     If the start of the run needs more memory than any step, the additional memory counts as activations too.
     """
     engine = config.engine
@@ -233,6 +234,7 @@ def _micro_step_peak(
         recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
         is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,
         on_gpu=on_gpu,
+        keeps_scores=engine.keep_scores == "on",
         for_graphs=engine.replays(on_gpu=on_gpu),
     )
     exchange = _exchange_of(engine, plan=plan, on_gpu=on_gpu)

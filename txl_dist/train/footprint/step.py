@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -71,6 +71,8 @@ class MicroStep(NamedTuple):
     is_flat: bool
     """Whether the parameters of blocks are stored in flat parameters (`FlatModule`)."""
     on_gpu: bool
+    keeps_scores: bool = False
+    """Whether the Triton kernels keep distance scores for the backward pass."""
     for_graphs: bool = False
     """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs require."""
     memory_lens: tuple[int, ...] = ()
@@ -161,7 +163,7 @@ def follow(step: MicroStep) -> Trace:
         )
         events = _Events()
         for block in model.blocks:
-            _watch_scores(block.attention, events, with_kernels=_uses_kernels(step))
+            _watch_scores(block.attention, events, step)
         memory = model.empty_memory(num_lanes=step.lanes, memory_len=step.memory_len)
         batch = _batch(model, step)
         module: nn.Module = SegmentLoss(model)
@@ -193,16 +195,16 @@ def _uses_kernels(step: MicroStep) -> bool:
     return reason is None
 
 
-def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> None:
-    """Make `events` mark as scores the storages that an attention layer allocates. With `with_kernels` the layer's
-    function is replaced by a function that allocates the same storages as the Triton kernels."""
-    if not with_kernels:
+def _watch_scores(attention: Any, events: _Events, step: MicroStep) -> None:
+    """Make `events` mark as scores the storages that an attention layer allocates. If the step uses the Triton kernels,
+    the layer's function is replaced by a function that allocates the same storages as the kernels."""
+    if not _uses_kernels(step):
         attention.attend = events.as_scores(attention.attend)
         return
     uses_products = attention.uses_products
-    attention.attend = events.as_scores(_KernelLike.attend)
+    attention.attend = events.as_scores(partial(_KernelLike.attend, keeps_scores=step.keeps_scores))
     attention.supports_fused_qkv = lambda hidden: uses_products
-    attention.attend_fused_qkv = events.as_scores(_KernelLike.attend_fused_qkv)
+    attention.attend_fused_qkv = events.as_scores(partial(_KernelLike.attend_fused_qkv, keeps_scores=step.keeps_scores))
 
 
 def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
@@ -421,50 +423,54 @@ class _KernelLike(torch.autograd.Function):
     """Substitute for the Triton kernels. It allocates and keeps the same storages as the kernels."""
 
     @staticmethod
-    def attend(terms: Terms, *, visible: AttentionMask) -> Tensor:
+    def attend(terms: Terms, *, visible: AttentionMask, keeps_scores: bool) -> Tensor:
         """Allocate the result of attention and return it. This function is called in place of `Attention.attend`."""
         key_value = torch.stack([terms.key_BKNH, terms.value_BKNH], 2)
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
-            visible.num_keys, terms.query_BTNH.unsqueeze(2), key_value, terms.distance_KNH
+            visible.num_keys, keeps_scores, terms.query_BTNH.unsqueeze(2), key_value, terms.distance_KNH
         )
         return context
 
     @staticmethod
-    def attend_fused_qkv(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: AttentionMask) -> Tensor:
+    def attend_fused_qkv(
+        segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: AttentionMask, keeps_scores: bool
+    ) -> Tensor:
         """Allocate the result of attention and return it. This function is called in place of
         `Attention.attend_fused_qkv`."""
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
-            visible.num_keys, segment, past, distance_KNH
+            visible.num_keys, keeps_scores, segment, past, distance_KNH
         )
         return context
 
     @staticmethod
-    def forward(ctx: Any, num_keys: int, segment: Tensor, keys: Tensor, distance: Tensor) -> Tensor:
+    def forward(ctx: Any, num_keys: int, keeps_scores: bool, segment: Tensor, keys: Tensor, distance: Tensor) -> Tensor:
         query = segment[:, :, 0]
         context = query.new_empty(query.shape)
-        _scores = _score_buffer(query, num_keys)
+        scores = _score_buffer(query, num_keys, holds_all=keeps_scores)
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(segment, keys, distance, context, normalizers)
+        ctx.save_for_backward(segment, keys, distance, context, normalizers, scores if keeps_scores else None)
         ctx.num_keys = num_keys
         return context
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        segment, keys, distance, context, _ = ctx.saved_tensors
+        segment, keys, distance, context, _, kept_scores = ctx.saved_tensors
         # Queries with either bias, the scores of a chunk, and eight sums of the distances' gradient in fp32.
         _queries = torch.empty_like(context), torch.empty_like(context)
-        _scores = _score_buffer(context, ctx.num_keys)
+        _scores = _score_buffer(context, ctx.num_keys) if kept_scores is None else kept_scores
         _sums = distance.new_empty(8, *distance.shape, dtype=torch.float32)
-        return None, *(torch.empty_like(tensor) for tensor in (segment, keys, distance))
+        return None, None, *(torch.empty_like(tensor) for tensor in (segment, keys, distance))
 
 
-def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
-    """Return a buffer of scores as large as the buffer that the kernels use. The size of this buffer
-    has an upper limit."""
+def _score_buffer(query_BTNH: Tensor, num_keys: int, *, holds_all: bool = False) -> Tensor:
+    """Return a buffer of scores as large as the buffer that the kernels use. The size of this buffer has an upper
+    limit, unless the buffer `holds_all` scores of the layer."""
     num_queries = query_BTNH[..., 0].numel()
     padded_keys = -(-num_keys // 16) * 16
-    largest_len = SCORE_BUFFER_BYTES // query_BTNH.element_size()
-    return query_BTNH.new_empty(min(num_queries * padded_keys, largest_len))
+    length = num_queries * padded_keys
+    if not holds_all:
+        length = min(length, SCORE_BUFFER_BYTES // query_BTNH.element_size())
+    return query_BTNH.new_empty(length)
 
 
 def _batch(model: TransformerXL, step: MicroStep) -> Batch:

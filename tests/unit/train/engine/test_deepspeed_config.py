@@ -233,13 +233,14 @@ def test_a_model_of_any_order_goes_without_triton_and_says_so(monkeypatch: pytes
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(attention_launch, "unsupported_device_reason", lambda query: None)
     lines = []
-    for any_order in (False, True):
-        settings = {"engine": {"precision": "bf16"}, "model": {"any_order": any_order}}
+    for any_order, choice in ((False, "off"), (True, "on"), (False, "on")):
+        settings = {"engine": {"precision": "bf16", "keep_scores": choice}, "model": {"any_order": any_order}}
         config = config_from_dict(settings, source="test")
         job = Mock(config=config, plan=plan_batch(config.train, world_size=1), vocab_size=100)
         lines += [line for line in describe_batch(job, num_parameters=869_732) if "attention" in line]
     assert lines[0].endswith("attention triton")
     assert "attention fused (not by Triton: the kernels compute causal attention only" in lines[1]
+    assert lines[2].endswith("attention triton with kept scores")
 
 
 def test_no_extension_of_deepspeeds_is_probed_or_used(monkeypatch: pytest.MonkeyPatch) -> None:

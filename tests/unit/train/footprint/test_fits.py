@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.tiny import tiny_config
-from txl_dist.config.load import Config, plan_batch
+from txl_dist.config.load import Config, changed, plan_batch
 from txl_dist.data.loader.stream_state import first_state
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters
@@ -127,6 +127,24 @@ def test_what_fits_is_not_refused_and_neither_is_what_a_measured_error_would_mak
     refusal(config, room=0.94 * size)
 
 
+def test_distance_scores_are_kept_where_they_fit_and_are_given_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fits.SURE, "cuda", 1.0)
+    train, engine = LONG | {"segment_len": 256, "memory_len": 256}, {"precision": "bf16", "zero_stage": 0}
+    config = tiny_config(model=WIDE | {"num_layers": 3}, train=train, engine=engine)
+    plan = plan_batch(config.train, world_size=1)
+    kept, given_up = (changed(config, {"engine.keep_scores": choice}) for choice in ("on", "off"))
+    room = predicted(kept, world_size=1, on_gpu=True)
+
+    def chosen(room: float, config: Config = config) -> str:
+        return fits.with_kept_scores(config, plan=plan, vocab_size=VOCAB_SIZE, room=room).engine.keep_scores
+
+    assert [chosen(room), chosen(room - 1), chosen(fits.gpu_room(CPU))] == ["on", "off", "off"]
+    assert [chosen(0.0, kept), chosen(room, given_up)] == ["on", "off"]
+    room = predicted(given_up, world_size=1, on_gpu=True)
+    check(config, room=room, world_size=1, device="cuda")
+    assert proposals(refusal(kept, room=room, world_size=1, device="cuda"))[1] == (2, {"engine.keep_scores": "off"})
+
+
 def test_what_fits_by_the_formula_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(fits, "bytes_per_rank")
     check(tiny_config(), room=2.0**33)
@@ -139,6 +157,7 @@ def test_what_fits_by_the_formula_is_not_followed(monkeypatch: pytest.MonkeyPatc
         {},
         {"model": WIDE, "train": LONG},
         {"model": WIDE, "train": LONG, "engine": {"zero_stage": 0, "attention": "plain"}},
+        {"model": WIDE, "train": LONG, "engine": {"precision": "bf16", "keep_scores": "on"}},
         {"model": WIDE | {"attention_dropout": 0.1, "dropout": 0.1}, "train": LONG},
         {"model": {"num_heads": 16}, "train": LONG | {"microbatch_lanes": 1}, "engine": {"attention": "plain"}},
         {"model": {"ff_width": 4096, "cutoffs": []}, "train": {"segment_len": 64}, "engine": {"zero_stage": 3}},

@@ -237,6 +237,21 @@ def test_chunks_of_logits_and_scores_are_as_large_as_on_a_gpu() -> None:
     assert fused_softmax.CHUNK_ROWS["cpu"] == 64
 
 
+def test_distance_scores_that_are_kept_are_counted_for_every_layer_but_not_where_blocks_are_recomputed() -> None:
+    long = {"train": {"segment_len": 256, "memory_len": 256}}
+
+    def needed(choice: str, **engine: Any) -> float:
+        settings = {"precision": "bf16", "zero_stage": 0, "keep_scores": choice, **engine}
+        return sum(held(tiny_config(model={"num_layers": 4}, **long, engine=settings), on_gpu=True).values())
+
+    train = tiny_config(model={"num_layers": 4}, **long).train
+    layer = 2 * train.microbatch_lanes * tiny_config().model.num_heads * 256 * 512
+    more = needed("on") - needed("off")
+    assert 3 * layer <= more <= 4 * layer
+    recomputed = {"activation_checkpointing": True}
+    assert needed("on", **recomputed) - needed("off", **recomputed) <= layer
+
+
 @pytest.mark.parametrize(("stage", "size"), [(0, 2), (1, 2), (2, 4), (3, 4)])
 def test_gradients_of_bf16_are_summed_in_fp32_from_stage_2_on(stage: int, size: int) -> None:
     parameters = count_parameters(tiny_config().model, vocab_size=300)
