@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tools.benchmarks.fake_gpu import MULTIPROCESSORS, HopperDriver, fake_gpu
+from tools.benchmarks.fake_gpu import MEMORY_BYTES, MULTIPROCESSORS, HopperDriver, fake_gpu
 from tools.benchmarks.measuring import announced, print_table
 from tools.benchmarks.trainers import Sizes, zipf_segments
 from txl_dist.config.load import Config, load_config, plan_batch
@@ -61,6 +61,7 @@ from txl_dist.model.kernels.attention_launch import BACKWARD, FORWARD, SUM
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, batch_maker
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
+from txl_dist.train.footprint.fits import SURE, with_kept_scores
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = {
@@ -450,7 +451,9 @@ def recipe_of(name: str, *, layers_less: int = 0) -> Config:
     config["train"] |= {"num_lanes": lanes, "microbatch_lanes": lanes}
     config["model"]["num_layers"] -= layers_less
     config["engine"] |= {"cuda_graph": False, "precision": "bf16"}
-    return Config.model_validate(config)
+    counted = Config.model_validate(config)
+    plan = plan_batch(counted.train, world_size=1)
+    return with_kept_scores(counted, plan=plan, vocab_size=RECIPES[name][0], room=SURE["cuda"] * MEMORY_BYTES)
 
 
 def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[str, Any]:

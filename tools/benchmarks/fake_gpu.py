@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from txl_dist.model.kernels import attention_launch
 
 MULTIPROCESSORS = 132
+MEMORY_BYTES = 80 << 30
 _CUDA, _META = torch.device("cuda", 0), torch.device("meta")
 
 
@@ -78,7 +79,7 @@ def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
         major=9,
         minor=0,
         multi_processor_count=MULTIPROCESSORS,
-        total_memory=80 << 30,
+        total_memory=MEMORY_BYTES,
         L2_cache_size=50 << 20,
     )
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ def recipe(
     """Return the settings of enwik8_base on one device with one micro-batch per step."""
     values = load_config(RECIPE).model_dump(mode="json")
     values["train"] |= {"num_lanes": lanes, "microbatch_lanes": lanes}
-    values["engine"] |= {"zero_stage": stage, "precision": precision, "cuda_graph": graphed}
+    values["engine"] |= {"zero_stage": stage, "precision": precision, "cuda_graph": graphed, "keep_scores": "on"}
     if not dropout:
         rates = {name: 0.0 for name, value in values["model"].items() if name.endswith("dropout") and value}
         values["model"] |= rates

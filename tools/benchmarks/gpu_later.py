@@ -61,7 +61,7 @@ def _timed_kernel(setting: Setting, shape: Shape, name: str) -> Found:
 def attentions(setting: Setting) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     """Return all implementations of relative attention by name. They have the signature of the plain equation."""
     found: dict[str, Callable[[], Callable[..., Tensor]]] = {
-        "triton": lambda: triton_relative_attention,
+        "triton": lambda: functools.partial(triton_relative_attention, keeps_scores=True),
         "sdpa": lambda: _sdpa,
         "flex": _Flex,
         "fused": lambda: fused_relative_attention,

@@ -23,7 +23,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 from unittest import mock
@@ -437,7 +437,8 @@ def profile(setting: Setting) -> dict[str, Job]:
     return {"graphed": functools.partial(one, True), "eager": functools.partial(one, False)}
 
 
-BUFFERS_MB = (30, 128, 64, 256, 512, 96, 192)
+BUFFERS_MIB = (192, 46, 92, 23)
+"""Score buffers to try. They hold 8, 2, 4 and 1 heads of enwik8_base. The L2 cache of an H100 has 50 MB."""
 TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
     "attend": ((128, 64, 4, 2), (128, 64, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
     "key_value_gradients": ((64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 3)),
@@ -450,12 +451,14 @@ TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
 
 
 def sweep(setting: Setting) -> dict[str, Job]:
-    """Return jobs that time attention of enwik8_base, forward and backward, with other score buffers and with another
-    tile for one kernel at a time."""
+    """Return jobs that time attention of enwik8_base, forward and backward, with distance scores kept and computed
+    again, with other score buffers, and with another tile for one kernel at a time."""
     shape = TINY_SHAPES[0] if setting.rehearse else SHAPES[0]
-    buffers = BUFFERS_MB[:1] if setting.rehearse else BUFFERS_MB
-    jobs: dict[str, Job] = {"as it is": functools.partial(_swept, setting, shape)}
-    jobs |= {f"buffer {size} MB": functools.partial(_swept, setting, shape, buffer_mb=size) for size in buffers}
+    buffers = BUFFERS_MIB[:1] if setting.rehearse else BUFFERS_MIB
+    jobs: dict[str, Job] = {}
+    for words, keeps in (("kept", True), ("computed again", False)):
+        one = functools.partial(_swept, setting, shape, keeps_scores=keeps)
+        jobs |= {f"scores {words}, buffer {size} MiB": functools.partial(one, buffer_mib=size) for size in buffers}
     for number in range(1 if setting.rehearse else 4):
         for name, tried in list(TILES.items())[: 1 if setting.rehearse else None]:
             if number < len(tried):
@@ -468,28 +471,30 @@ def _swept(
     setting: Setting,
     shape: Shape,
     *,
-    buffer_mb: int = 0,
+    keeps_scores: bool = True,
+    buffer_mib: int = 192,
     kernel: str = "",
     tile: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> Found:
-    if buffer_mb and not hasattr(attention_launch, "SCORE_BUFFER_BYTES"):
-        raise Skipped("attention_launch.py has no SCORE_BUFFER_BYTES")
     usual = attention_launch.tiles(shape.head_width, has_dropout=False)
     if kernel and kernel not in usual:
         raise Skipped(f"attention_launch.py has no kernel {kernel}")
-    with _changed(buffer_mb, kernel, tile, usual):
-        yield attention_times(setting, shape, attention_launch.triton_relative_attention, dtype=_half(setting))
+    attend = functools.partial(attention_launch.triton_relative_attention, keeps_scores=keeps_scores)
+    with _changed(buffer_mib, kernel, tile, usual):
+        cache = torch.cuda.get_device_properties().L2_cache_size if setting.device == "cuda" else 50 * 10**6
+        share = attention_launch.SCORE_BUFFER_BYTES / cache
+        yield {"buffer / L2": share} | attention_times(setting, shape, attend, dtype=_half(setting))
 
 
 @contextmanager
-def _changed(buffer_mb: int, kernel: str, tile: tuple[int, int, int, int], usual: dict[str, Any]) -> Iterator[None]:
+def _changed(buffer_mib: int, kernel: str, tile: tuple[int, int, int, int], usual: dict[str, Any]) -> Iterator[None]:
     rows, columns, warps, stages = tile
-    changes: dict[str, Any] = {"SCORE_BUFFER_BYTES": buffer_mb << 20} if buffer_mb else {}
+    changes: dict[str, Any] = {"SCORE_BUFFER_BYTES": buffer_mib << 20}
     if kernel:
         *_, smallest = usual[kernel]
         other = smallest._replace(rows=rows, columns=columns, num_warps=warps, num_stages=stages, max_registers=None)
-        changes = {"tiles": lambda width, *, has_dropout: usual | {kernel: (other,)}}
-    with mock.patch.multiple(attention_launch, **changes) if changes else nullcontext():
+        changes["tiles"] = lambda width, *, has_dropout: usual | {kernel: (other,)}
+    with mock.patch.multiple(attention_launch, **changes):
         yield
 
 

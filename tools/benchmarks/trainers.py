@@ -216,7 +216,8 @@ class OurTrainer:
     ) -> None:
         torch.manual_seed(0)
         self.device, dtype = torch.device(device), DTYPES[precision]
-        self.model = TransformerXL(sizes.model, vocab_size=sizes.vocab_size, attention=attention).to(self.device)
+        model = TransformerXL(sizes.model, vocab_size=sizes.vocab_size, attention=attention, keeps_scores=True)
+        self.model = model.to(self.device)
         if weights is not None:
             with torch.no_grad():
                 copy_weights(self.model, weights)
