@@ -85,7 +85,11 @@ def main() -> int:
         "--only", action="append", default=[], metavar="SECTION", help="measure only this section; can be repeated"
     )
     parser.add_argument(
-        "--seconds", type=float, default=CALL_S, help="jobs that have not begun after this many seconds are skipped"
+        "--seconds",
+        type=float,
+        default=CALL_S,
+        help=f"jobs that have not begun after this many seconds are skipped; above {CALL_S:.0f}, all limits grow in "
+        "proportion, for a slow machine",
     )
     parser.add_argument(
         "--job-seconds", type=float, default=0.0, help="time limit of each job; 0 means the limit of its section"
@@ -113,15 +117,15 @@ def main() -> int:
 def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
     """Run all sections until the time is used up, then print the tables."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends SIGTERM; the child is killed at exit
-    began, due_s = time.time(), 0.0
+    began, due_s, pace = time.time(), 0.0, max(1.0, arguments.seconds / CALL_S)
     facts = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S")}
     facts |= {"commit": said_by("git", "rev-parse", "HEAD"), "device": said_by("nvidia-smi", "-L")}
     Journal(arguments.json, section="", began=began).opens(facts)
     for section in sections:
-        due_s += section.limit_s
+        due_s += pace * section.limit_s
         ends = began + min(due_s, arguments.seconds - CLOSING_S)
         journal = Journal(arguments.json, section=section.name, began=began)
-        run_section(section, journal, ends=ends, job_s=arguments.job_seconds or section.job_s)
+        run_section(section, journal, ends=ends, job_s=arguments.job_seconds or pace * section.job_s)
         found = rows(arguments.json, began=began).get(section.name, [])
         errors = sum("error" in row for row in found)
         print(f"{time.time() - began:6.0f} s  {section.name}: {len(found)} rows, {errors} errors", flush=True)

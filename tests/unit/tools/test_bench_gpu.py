@@ -185,6 +185,19 @@ def test_a_run_says_which_commit_and_which_device_it_measured(tmp_path: Path, mo
     assert gpu.said_by("no-such-program") == "unknown"
 
 
+def test_a_slow_machine_gives_sections_and_jobs_more_time_in_proportion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[float, float]] = []
+    began = time.time()
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gpu, "run_section", lambda *_, ends, job_s: given.append((ends - began, job_s)))
+    for seconds in (gpu.CALL_S, 3 * gpu.CALL_S, gpu.CALL_S / 27):
+        arguments = argparse.Namespace(json=tmp_path / "gpu.jsonl", seconds=seconds, job_seconds=0.0)
+        gpu.measure(arguments, [gpu.Section("device", 40, 25)])
+    assert given == [(pytest.approx(40, abs=10), 25), (pytest.approx(120, abs=10), 75), (pytest.approx(19, abs=10), 25)]
+
+
 CHEAPEST = {
     "tools.benchmarks.gpu_sections": [
         ("twins", "softmax"),
