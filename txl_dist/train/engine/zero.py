@@ -186,6 +186,16 @@ class ZeroEngine(Engine):
         if self._stage == 0 and ranks.world_size == 1:
             # DeepSpeed would join all gradients, exchange them with no other rank, and split them again.
             self._engine.enable_backward_allreduce = False
+        if self._stage == 1 and ranks.world_size == 1 and not self._offloads:
+            self._keep_gradients()
+
+    def _keep_gradients(self) -> None:
+        """Make DeepSpeed leave the gradients where the backward pass writes them, on one rank at stage 1.
+
+        DeepSpeed would copy all gradients twice, divide them by 1, and exchange them with no other rank.
+        """
+        for name in ("setup_buckets", "reduce_ready_partitions_and_remove_grads", "reduce_ipg_grads"):
+            _replace(self._optimizer, name, lambda *_, **__: None)
 
     def _take_over_checks(self) -> None:
         """Make DeepSpeed's optimizers use the gradient norm that is already on the host. This class then scales the
@@ -561,7 +571,7 @@ def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[
     original: Callable[..., Any] | None = getattr(optimizer, name, None)
     if original is None:
         raise TrainingError(
-            f"DeepSpeed's {type(optimizer).__name__} has no method {name}, which gradient clipping needs. Install "
+            f"DeepSpeed's {type(optimizer).__name__} has no method {name}, which the engine replaces. Install "
             f"the version of DeepSpeed that constraints.txt lists."
         )
     setattr(optimizer, name, method)

@@ -74,7 +74,7 @@ def bytes_per_rank(
         "weights": size * (local if stage == 3 else parameters),
         "gradients": gradients,
         "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
-        "buckets": float(size * _bucket_len(parameters, world=world, on_gpu=on_gpu)) if stage else 0.0,
+        "buckets": float(size * _bucket_len(engine, parameters, world=world, on_gpu=on_gpu)),
         # Memories of all lanes before the step, and after it without those of the current micro-batch.
         "memories": float(lane_memory * (2 * plan.lanes_per_rank - plan.microbatch_lanes)),
     }
@@ -116,12 +116,15 @@ def bytes_per_rank(
     return held
 
 
-def _bucket_len(parameters: int, *, world: int, on_gpu: bool) -> int:
+def _bucket_len(engine: EngineSection, parameters: int, *, world: int, on_gpu: bool) -> int:
     """Return the number of values that DeepSpeed's buckets contain.
 
     On a GPU buckets are allocated whole, and there is one more bucket for the exchange during the backward pass. On a
-    CPU only the part of a bucket that is used takes memory.
+    CPU only the part of a bucket that is used takes memory. One rank at stage 1 exchanges nothing (see `ZeroEngine`).
     """
+    stays_in_place = engine.zero_stage == 1 and world == 1 and not engine.offload_optimizer
+    if engine.zero_stage == 0 or stays_in_place:
+        return 0
     if not on_gpu:
         return min(BUCKET_LEN, parameters)
     if world > 1:

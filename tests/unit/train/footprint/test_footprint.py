@@ -125,6 +125,8 @@ def test_each_stage_shards_what_it_shards() -> None:
     assert [at[stage]["gradients"] / parameters for stage in range(4)] == [4, 4, 2, 2]
     assert [at[stage]["optimizer"] / parameters for stage in range(4)] == [8, 6, 6, 6]
     assert at[0]["buckets"] == 0.0
+    assert at[1]["buckets"] > 0.0
+    assert held(tiny_config(engine={"zero_stage": 1}))["buckets"] == 0.0, "one rank exchanges nothing"
 
 
 def test_muon_keeps_one_moment_of_matrices_and_what_it_makes_of_them_is_counted() -> None:
