@@ -7,7 +7,8 @@ defaults are set explicitly in `deepspeed_config` or replaced here:
     gradients              averaged over micro-batches and ranks by DeepSpeed
     norm                   computed once, before the step. The step is skipped if the norm is not finite
     DeepSpeed's checks     receive this norm. If it is infinite, DeepSpeed cleans up as after an overflow
-    clipping, loss scale   one number, known on the host. On a GPU torch's fused optimizers divide by it
+    clipping, loss scale   one number, known on the host. On a GPU the optimizers divide by it
+    Adam on a GPU          a kernel reads the gradients as they are and writes the model's weights (`adam_update`)
     checkpoints            named fragments of weights and optimizer state (`partitions`), not DeepSpeed's files
 """
 
@@ -42,6 +43,7 @@ from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
+from txl_dist.train.engine.adam_update import kernel_updates, update_group
 from txl_dist.train.engine.cuda_graph import GraphedModule
 from txl_dist.train.engine.deepspeed_config import deepspeed_config
 from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
@@ -120,7 +122,11 @@ class ZeroEngine(Engine):
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
         # On a CPU gradients are multiplied by a factor, as in earlier versions: a quotient differs in the last bits.
         is_fused = self._base_optimizer.defaults.get("fused", False)
-        self._update_divides = on_gpu and is_fused and not self._offloads
+        first_tensor = self._partitions[0].tensor
+        self._updates_by_kernel = self._stage in (1, 2) and kernel_updates(
+            self._base_optimizer, first_tensor, setting=config.engine.attention
+        )
+        self._update_divides = on_gpu and is_fused and not self._offloads and not self._updates_by_kernel
         if isinstance(self._base_optimizer, Muon):
             in_half = on_gpu and config.engine.precision == "bf16"
             self._assign_matrices(self._base_optimizer, matrices, ranks, in_half=in_half)
@@ -205,12 +211,15 @@ class ZeroEngine(Engine):
         """
         optimizer = self._optimizer
         self._given_norm = 0.0
+        self._divisor = 1.0
         self._factor = 1.0
         if hasattr(optimizer, "check_overflow"):  # stages 1 to 3, which look at the norm next
             _replace(optimizer, "check_overflow", lambda partition_gradients=True: None)
         if self._stage in (1, 2):
             self._compute_norm = _replace(optimizer, "scaled_global_norm", lambda: self._given_norm)
             _replace(optimizer, "unscale_and_clip_grads", lambda gradients, norm: self._rescale(gradients))
+            if self._updates_by_kernel:
+                _replace(optimizer, "step", self._step_partitions)
         elif self._stage == 3:
             compute_norms = _replace(optimizer, "_get_norm_groups", lambda: [self._given_norm])
             self._compute_norm = lambda: _joined_norm(compute_norms())
@@ -364,6 +373,7 @@ class ZeroEngine(Engine):
 
         On a GPU torch's fused optimizers divide while they read the gradients, which saves a pass over the gradients.
         """
+        self._divisor = divisor
         if self._update_divides:
             if divisor == 1.0:
                 scale = None
@@ -399,6 +409,35 @@ class ZeroEngine(Engine):
         torch._foreach_copy_([parameter.data for _, parameter in pairs], [master.data for master, _ in pairs])
         for master, _ in pairs:
             master.grad = None
+
+    def _step_partitions(self) -> None:
+        """Update this rank's partitions by the kernel at stages 1 and 2, and gather the weights of all ranks.
+
+        This replaces DeepSpeed's own method, which copies the gradients to a flat tensor in fp32, and then the weights.
+        """
+        from deepspeed.runtime.utils import all_gather_dp_groups
+
+        optimizer = self._optimizer
+        optimizer.overflow = not math.isfinite(self._given_norm)
+        optimizer._update_scale(optimizer.overflow)
+        if not optimizer.overflow:
+            rank = torch.distributed.get_rank()
+            for index, group in enumerate(self._base_optimizer.param_groups):
+                gradients = optimizer.averaged_gradients[index]
+                weights = optimizer.parallel_partitioned_bit16_groups[index][rank]
+                update_group(self._base_optimizer, group, gradients, weights, divisor=self._divisor)
+            all_gather_dp_groups(
+                groups_flat=optimizer.bit16_groups_flat,
+                partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+                dp_process_group=optimizer.real_dp_process_group,
+                start_alignment_factor=optimizer.nccl_start_alignment_factor,
+                allgather_bucket_size=optimizer.allgather_bucket_size,
+            )
+        optimizer.zero_grad(set_to_none=True)
+        optimizer._release_preflattened_grad_buffers()
+        for index in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[index] = None
+            optimizer.all_grad_tensors[index] = None
 
     def _parameters(self) -> list[Tensor]:
         """Return the parameter tensors that DeepSpeed trains. Some of them are flat tensors with many parameters of the

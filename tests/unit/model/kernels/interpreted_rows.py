@@ -30,6 +30,7 @@ from txl_dist.model.activation import ActivatedLinear
 from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.train.engine.adam_update import update_group
 
 PLAIN = {"relu": F.relu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
 
@@ -206,11 +207,38 @@ def places_differ() -> dict[str, float]:
     return {f"{a} {b}": (masks[a] == masks[b]).double().mean().item() for a, b in pairs}
 
 
+def adam_steps() -> dict[str, float]:
+    """Largest error of weights and moments after three steps, beside torch's in fp64: coupled and decoupled decay."""
+    sizes, found = [(30, 50), (1,), (1037,)], {}
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(sum(map(math.prod, sizes)) + 2, generator=generator)  # the last two are padding
+        ours, exact = start.clone().requires_grad_(), start.double().requires_grad_()
+        settings = {"lr": 0.1, "betas": (0.8, 0.999), "eps": 1e-6, "weight_decay": 0.1}
+        optimizer, torchs = kind([ours], **settings), kind([exact], **settings)
+        weights = torch.full(start.shape, 7.0, dtype=torch.bfloat16)
+        for _ in range(3):
+            gradients = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
+            exact.grad = torch.cat([*(x.view(-1) for x in gradients), torch.zeros(2)]).double() / 3
+            exact.data[-2:] = 0  # of padding, which has no decay
+            torchs.step()
+            update_group(optimizer, optimizer.param_groups[0], gradients, weights, divisor=3.0)
+        state, expected = optimizer.state[ours], torchs.state[exact]
+        pairs = {"master": (ours, exact), "weights": (weights, ours)}
+        pairs |= {name: (state[name], expected[name]) for name in ("exp_avg", "exp_avg_sq")}
+        for name, (values, right) in pairs.items():
+            found[f"{kind.__name__}, {name}"] = relative_error(values.detach()[:-2], right.detach()[:-2].double())
+        assert float(state["step"]) == 3.0
+        assert torch.equal(ours[-2:], start[-2:])
+        assert weights[-2:].tolist() == [7.0, 7.0]
+    return found
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     # Memory that nothing was written to holds NaN: what is read but was never written would show.
     torch.use_deterministic_algorithms(True)
-    checks = {"recomputed": recomputed, "places_differ": places_differ}
+    checks = {"recomputed": recomputed, "places_differ": places_differ, "adam_steps": adam_steps}
     checks |= {"whole_models": partial(whole_models, "paper", "modern")}
     checks |= {"other_models": partial(whole_models, "pre_norm", "gated")}
     with np.errstate(all="ignore"):

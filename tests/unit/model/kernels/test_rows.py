@@ -17,6 +17,7 @@ from tests.unit.model.kernels.test_kernels_compiled import compiled, machine_of,
 from tests.unit.model.kernels.test_kernels_interpreted import FOUND, obstacle
 from txl_dist.model.activation import ActivatedLinear
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
+from txl_dist.train.engine.adam_update import update_group
 
 __all__ = ["compiled", "pytestmark"]
 in_interpreter = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
@@ -36,7 +37,7 @@ def found(request: pytest.FixtureRequest) -> FOUND:
     """What each check found, all from one process: starting one costs more than most checks."""
     is_nightly = any(item.get_closest_marker("nightly") for item in request.session.items)
     nightly = [*NIGHTLY, "other_models"] if is_nightly else []
-    names = [*EVERY_RUN, *nightly, "whole_models", "recomputed", "places_differ"]
+    names = [*EVERY_RUN, *nightly, "whole_models", "recomputed", "places_differ", "adam_steps"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.model.kernels.interpreted_rows", *names],
         cwd=ROOT,
@@ -76,6 +77,25 @@ def test_recomputation_makes_the_same_dropout_again(found: FOUND) -> None:
 def test_the_three_dropouts_of_a_layer_know_nothing_of_each_other(found: FOUND) -> None:
     """256 x 256 drawings each: a standard deviation is 0.002."""
     assert found["places_differ"].values() == pytest.approx([0.7**2 + 0.3**2] * 3, abs=0.01)
+
+
+@in_interpreter
+def test_adams_step_is_torchs(found: FOUND) -> None:
+    """The model's weights are these rounded to bf16. The interpreter cuts them off instead."""
+    for name, error in found["adam_steps"].items():
+        assert error < (5e-3 if name.endswith("weights") else 1e-6), (name, error)
+
+
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
+def test_adams_step_moves_vectors_and_keeps_all_in_registers(
+    gradients: torch.dtype, compiled: dict[str, Any], tmp_path: Path
+) -> None:
+    masters = torch.zeros(2, 4096, requires_grad=True)
+    optimizer = torch.optim.AdamW([masters], lr=0.1)
+    parts = [torch.zeros(4096, dtype=gradients)] * 2
+    weights = torch.zeros(2, 4096, dtype=torch.bfloat16)
+    update_group(optimizer, optimizer.param_groups[0], parts, weights, divisor=2.0)
+    check_machine("adam_step", compiled["adam_step"], tmp_path, is_aligned=True)
 
 
 @pytest.mark.parametrize(
