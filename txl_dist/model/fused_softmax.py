@@ -37,8 +37,9 @@ from txl_dist.model.relative_attention import at_least_fp32
 CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
 """Smallest number of tokens in a chunk, by kind of device. Each chunk reads all weights and writes their gradient, so
 small chunks are slow."""
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**25}
-"""Largest number of logits in a chunk that has more than CHUNK_ROWS tokens, by kind of device."""
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
+"""Largest number of logits in a chunk that has more than CHUNK_ROWS tokens, by kind of device. On a GPU all tokens of
+the recipes are one chunk, so nothing is summed over chunks, and a table's gradient has the table's type."""
 ALIGNMENT = 16
 """Multiple to which a row of logits is padded, in numbers. cuBLAS is slow with odd leading dimensions."""
 CACHED_LOGITS = {"cpu": 2**17, "cuda": 2**62}
@@ -195,8 +196,10 @@ class _Sums:
         self.loss = torch.zeros_like(self.share)
         self.hidden: Tensor | None = None
         if with_hidden:
-            self.hidden = F.pad(torch.zeros_like(hidden_SD), (0, 0, 0, 1))
+            self.hidden = hidden_SD.new_zeros(len(hidden_SD) + 1, hidden_SD.shape[1])
         self.parameters = _gradient_buffers(parameters, clusters, like=hidden_SD, sum_dtype=share_S.dtype)
+        self._begun: set[tuple[Tensor, int | None]] = set()
+        """Gradients, with the first row of a slice, that hold a sum. All others hold arbitrary numbers."""
         self.by_kernel = by_kernel
         # On a CPU, products in half precision read numbers after a row's end and multiply them by zero. They must not
         # be NaN, so the buffer begins with zeros.
@@ -217,7 +220,8 @@ class _Sums:
             # The kernel reads and writes whole rows. After the last column it needs zeros, and leaves zeros.
             bias = _padded_bias(cluster, stride)
             rows = self.buffer[: chunk_len * stride].view(-1, stride)
-            rows[:, cluster.num_columns :].zero_()
+            if cluster.num_columns < stride:
+                rows[:, cluster.num_columns :].zero_()
         for start in range(0, num_rows, chunk_len):
             stop = min(start + chunk_len, num_rows)
             rows = self.buffer[: (stop - start) * stride].view(-1, stride)
@@ -247,30 +251,35 @@ class _Sums:
         if bias is not None:
             for piece, (weight, _, low, high) in zip(pieces, cluster.columns, strict=True):
                 torch.mm(inner_cE, weight[low:high].t(), out=piece)
-            self.loss[rows] += _into_gradient_by_kernel(logits, bias, targets_c, share_c)
+            loss_c = _into_gradient_by_kernel(logits, bias, targets_c, share_c)
         else:
             for piece, (weight, bias_V, low, high) in zip(pieces, cluster.columns, strict=True):
                 torch.addmm(bias_V[low:high], inner_cE, weight[low:high].t(), out=piece)
-            self.loss[rows] += _into_gradient(logits, targets_c[:, None], share_c[:, None])
+            loss_c = _into_gradient(logits, targets_c[:, None], share_c[:, None])
+        _add_rows(self.loss, rows, loss_c)
         # From here on `pieces` hold the gradients of the logits.
-        d_hidden = torch.zeros_like(inner_cE)
-        for piece, (weight, bias_V, low, high) in zip(pieces, cluster.columns, strict=True):
-            d_hidden = torch.addmm(d_hidden, piece, weight[low:high], out=d_hidden)
-            self._accumulate(weight, slice(low, high), piece.t(), inner_cE, overwrite=start == 0)
+        d_hidden = torch.empty_like(inner_cE)
+        for index, (piece, (weight, bias_V, low, high)) in enumerate(zip(pieces, cluster.columns, strict=True)):
+            torch.addmm(d_hidden, piece, weight[low:high], beta=float(index > 0), out=d_hidden)
+            self._accumulate(weight, slice(low, high), piece.t(), inner_cE)
             if bias_V in self.parameters:
-                self.parameters[bias_V][low:high] += piece.sum(0, dtype=self.share.dtype)
+                total = self.parameters[bias_V][low:high]
+                if start == 0:
+                    torch.sum(piece, 0, dtype=total.dtype, out=total)
+                else:
+                    total += piece.sum(0, dtype=total.dtype)
         if projection is not None:
             self._accumulate(projection, slice(None), hidden_cD.t(), d_hidden)
             d_hidden = d_hidden @ projection.t()
         if self.hidden is not None:
-            self.hidden[rows] += d_hidden
+            _add_rows(self.hidden, rows, d_hidden)
 
-    def _accumulate(
-        self, parameter: Tensor, rows: slice, left: Tensor, right: Tensor, *, overwrite: bool = False
-    ) -> None:
-        """Add the product left right to some rows of a parameter's gradient, or overwrite these rows by the product."""
+    def _accumulate(self, parameter: Tensor, rows: slice, left: Tensor, right: Tensor) -> None:
+        """Add the product left right to some rows of a parameter's gradient. The first product overwrites the rows."""
         if parameter not in self.parameters:
             return
+        overwrite = (parameter, rows.start) not in self._begun
+        self._begun.add((parameter, rows.start))
         total = self.parameters[parameter][rows]
         if total.dtype == left.dtype:
             torch.addmm(total, left, right, beta=0.0 if overwrite else 1.0, out=total)
@@ -285,27 +294,34 @@ def _gradient_buffers(
 ) -> dict[Tensor, Tensor]:
     """Allocate the gradient of each parameter.
 
-    The first chunk of a cluster overwrites its slice of a table's gradient, so the gradient need not be set to zero
-    first. If every cluster of a table has one chunk, nothing is summed, and the gradient has the table's type. All
-    other gradients have the type `sum_dtype`.
+    The first product overwrites the gradient, so the gradient need not be set to zero first. If a table's slices and a
+    projection get one product each, nothing is summed, and the gradient has the parameter's type. All other gradients
+    have the type `sum_dtype`.
     """
-    tables: set[Tensor] = set()
-    summed_tables: set[Tensor] = set()
+    num_products: dict[Tensor, int] = {}
     for cluster in clusters:
         chunk_len, _ = _chunk_shape(cluster, like.device)
+        num_chunks = math.ceil(len(cluster.targets_R) / chunk_len)
         for columns in cluster.columns:
-            tables.add(columns.weight_VE)
-            if len(cluster.targets_R) > chunk_len:
-                summed_tables.add(columns.weight_VE)
+            num_products[columns.weight_VE] = max(num_chunks, num_products.get(columns.weight_VE, 0))
+        if cluster.projection_DE is not None:
+            num_products[cluster.projection_DE] = num_chunks + num_products.get(cluster.projection_DE, 0)
     gradients: dict[Tensor, Tensor] = {}
     for parameter in parameters:
-        if parameter not in tables:
-            gradients[parameter] = torch.zeros_like(parameter, dtype=sum_dtype)
-        elif parameter in summed_tables:
-            gradients[parameter] = torch.empty_like(parameter, dtype=sum_dtype)
-        else:
+        if num_products.get(parameter) == 1:
             gradients[parameter] = torch.empty_like(parameter)
+        else:
+            gradients[parameter] = torch.empty_like(parameter, dtype=sum_dtype)
     return gradients
+
+
+def _add_rows(total: Tensor, rows: Tensor | slice, values: Tensor) -> None:
+    """Add values to some rows of a tensor, in place. Of equal rows only the last row of `total`, for padding, occurs,
+    so the order of additions does not matter."""
+    if isinstance(rows, slice):
+        total[rows].add_(values)
+    else:
+        total.index_add_(0, rows, values)
 
 
 def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
@@ -331,9 +347,11 @@ def _padded_bias(cluster: Cluster, stride: int) -> Tensor:
 
     It is -inf for the padding at the end of a buffer row.
     """
-    biases = [columns.bias_V[columns.low : columns.high] for columns in cluster.columns]
-    bias = torch.cat(biases).float()
-    return F.pad(bias, (0, stride - cluster.num_columns), value=-math.inf)
+    bias = cluster.columns[0].bias_V.new_full((stride,), -math.inf, dtype=torch.float32)
+    pieces = bias[: cluster.num_columns].split([columns.num_columns for columns in cluster.columns])
+    for piece, (_, bias_V, low, high) in zip(pieces, cluster.columns, strict=True):
+        piece.copy_(bias_V[low:high])
+    return bias
 
 
 def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor, share_c: Tensor) -> Tensor:

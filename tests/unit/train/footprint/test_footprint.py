@@ -234,7 +234,7 @@ def test_chunks_of_logits_and_scores_are_as_large_as_on_a_gpu() -> None:
         on_gpu=True,
     )
     made = [event.size for event in footprint_step.follow(step).events if isinstance(event, footprint_step.Made)]
-    assert 2 * 1024 * 50_000 in made, "two bytes for each logit of a chunk of 1,024 tokens"
+    assert 2 * 4 * 512 * 50_000 in made, "two bytes for each logit of all tokens, which are one chunk"
     assert made.count(2 * 4 * 2 * 512 * 512) == 4, "all scores, in each pass of both layers"
     assert fused_softmax.CHUNK_ROWS["cpu"] == 64
 
