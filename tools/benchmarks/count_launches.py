@@ -14,6 +14,9 @@ second step is counted. The table has a row per quantity:
     a layer                 difference between the recipe and the recipe with one layer less
     update                  gradient norm, decision, clipping and optimizer; one GPU exchanges nothing
     bytes per parameter     bytes that the update moves; an operand counts once, or twice if it is changed in place
+    bytes per table value   bytes of the vocabulary's tables and of their gradients that are moved after products and
+                            look-ups have made the gradients: sums, scaling, exchange, norm and update. Only for a
+                            vocabulary in clusters
     bytes per logit         bytes of logits that the softmax moves in forward and gradient
     MB a layer              bytes that attention moves: each operand once per kernel and call, and the score buffer at
                             each launch (`of these scores`); a small score buffer stays in the L2 cache
@@ -77,8 +80,13 @@ WRITTEN_BESIDES_READ = {
     ("key_value_gradients", "SCORES"),
     ("distance_query_gradients", "D_QUERY"),
     ("distance_gradients", "D_DISTANCE"),
+    ("adam_step", "MASTERS"),
+    ("adam_step", "MEANS"),
+    ("adam_step", "SQUARES"),
 }
-"""Operands that a Triton kernel of attention both reads and writes. They count as two passes."""
+"""Operands that a Triton kernel both reads and writes. They count as two passes."""
+MAKES_GRADIENTS = ("mm", "addmm", "embedding", "embedding_dense_backward")
+"""Operations that make a gradient of a table, or read the table for the model."""
 ATTENTION = {*FORWARD, *BACKWARD, SUM, "set_width"}
 """Names of the Triton kernels of attention."""
 SELECTING = ("embedding", "index_select", "index", "gather", "scatter", "index_add", "index_put", "index_copy")
@@ -104,6 +112,8 @@ class Event(NamedTuple):
     programs: int
     """Number of programs of a Triton kernel. It is 0 for an operation of torch."""
     scores_bytes: int = 0
+    table_bytes: int = 0
+    """Bytes of the vocabulary's tables and their gradients. It is 0 for `MAKES_GRADIENTS`."""
 
 
 class Counter:
@@ -115,6 +125,8 @@ class Counter:
         self.events: list[Event] = []
         self.num_logits = 0
         self.logit_columns: set[int] = set()
+        self.table_lens: set[int] = set()
+        """Numbers of values of the vocabulary's tables, and of their clusters."""
         self.programs: dict[tuple[str, Any], list[int]] = defaultdict(list)
         self.kernels: dict[tuple[str, Any], tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
         self._logit_storages: set[int] = set()
@@ -130,7 +142,10 @@ class Counter:
         operands = list(operands_of(function, arguments, settings, result))
         logits = sum(count for tensor, count in operands if self._is_of_logits(tensor))
         moved = sum(count for _, count in operands)
-        self.events.append(Event(self.phase, self.region, name, launches, moved, logits, 0))
+        tables = sum(count for tensor, count in operands if tensor.numel() in self.table_lens)
+        if name in MAKES_GRADIENTS:
+            tables = 0
+        self.events.append(Event(self.phase, self.region, name, launches, moved, logits, 0, 0, tables))
 
     def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
         """Record a launch of a Triton kernel. See `Recorder`."""
@@ -148,7 +163,13 @@ class Counter:
         logits = sum(2 * span(x) for found in operands.values() for x in found if self._is_of_logits(x))
         programs, scores = math.prod(grid), sizes.get("SCORES", 0)
         moved = sum(sizes.values())
-        self.events.append(Event(self.phase, self.region, name, 1, moved, logits, programs, scores))
+        tables = sum(
+            span(x) * (2 if n in twice else 1)
+            for n, found in operands.items()
+            for x in found
+            if x.numel() in self.table_lens
+        )
+        self.events.append(Event(self.phase, self.region, name, 1, moved, logits, programs, scores, tables))
         key = (name, repr([described(x) for x in arguments]) + repr(sorted(settings.items(), key=str)))
         self.programs[key].append(programs)
         self.kernels[key] = (kernel, arguments, settings)
@@ -246,6 +267,8 @@ class Counted(NamedTuple):
     counter: Counter
     maker: BatchMaker
     num_parameters: int
+    num_table_values: int
+    """Number of values of the vocabulary's tables. It is 0 if the vocabulary is not in clusters."""
 
 
 def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
@@ -261,6 +284,10 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
         engine = ZeroEngine(config, vocab_size=vocab_size, plan=plan, ranks=ranks)
         softmax = engine.model.softmax
         counter.logit_columns = columns_of(softmax.edges, num_tails=softmax.num_tails)
+        tables = [shape for name, shape in engine.shapes.items() if re.search(r"\.weight_\d+$", name)]
+        num_table_values = sum(map(math.prod, tables)) if softmax.num_tails else 0
+        for num_rows, width in tables if softmax.num_tails else ():
+            counter.table_lens |= {num_rows * width} | {rows * width for rows in rows_of(softmax.edges)}
         softmax.register_forward_pre_hook(lambda *_: setattr(counter, "region", "softmax"))
         softmax.register_forward_hook(lambda *_: setattr(counter, "region", ""))
         maker = batch_maker(engine.model, mask_documents=False, for_graphs=True)
@@ -275,7 +302,7 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
             engine.step(lr=1e-4, grad_norm=1.0)
             counter.phase = ""
         num_parameters = sum(math.prod(shape) for shape in engine.shapes.values())
-    return Counted(counter, maker, num_parameters)
+    return Counted(counter, maker, num_parameters, num_table_values)
 
 
 @contextmanager
@@ -312,17 +339,22 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     return Batch(*map(move, batch))
 
 
+def rows_of(edges: Iterable[int]) -> set[int]:
+    """Return the numbers of token ids of the clusters between these edges."""
+    return {high - low for low, high in itertools.pairwise(edges)}
+
+
 def columns_of(edges: Iterable[int], *, num_tails: int) -> set[int]:
     """Return the possible numbers of columns of logits: those of each cluster, and those of the head with one column
     per tail cluster."""
     edges = list(edges)
-    sizes = {high - low for low, high in itertools.pairwise(edges)}
+    sizes = rows_of(edges)
     return sizes | {edges[1] + num_tails} | {-(-size // 16) * 16 for size in (*sizes, edges[1] + num_tails)}
 
 
 def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[str, Any]:
     """Count one step of a recipe and return its quantities."""
-    counter, maker, num_parameters = count(config, vocab_size=vocab_size, lanes=lanes)
+    counter, maker, num_parameters, num_table_values = count(config, vocab_size=vocab_size, lanes=lanes)
     step = [event for event in counter.events if event.phase == "micro-step"]
     update = [event for event in counter.events if event.phase == "update"]
     attention = [event for event in step if event.programs and event.name in ATTENTION]
@@ -334,6 +366,7 @@ def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[
         "launches, update": sum(event.launches for event in update),
         "update, bytes per parameter": sum(event.num_bytes for event in update) / num_parameters,
         "update, MB": sum(event.num_bytes for event in update) / 1e6,
+        "update, bytes per table value": sum(e.table_bytes for e in counter.events) / max(num_table_values, 1),
         "softmax, bytes per logit": sum(event.num_logit_bytes for event in step) / max(counter.num_logits, 1),
         "softmax, launches": sum(event.launches for event in step if event.region == "softmax"),
         "attention, MB of scores": scores / 1e6,

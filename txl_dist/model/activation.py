@@ -51,7 +51,18 @@ class ActivatedLinear(nn.Linear):
         """
         if not drop.by_kernel:
             return ACTIVATIONS[self.activation](super().forward(x_RD), drop.rate)
-        product_RF = F.linear(x_RD, self.weight)
+        return self._activated(F.linear(x_RD, self.weight), drop)
+
+    def beside_residual(self, x_RD: Tensor, drop: Drop) -> tuple[Tensor, Tensor]:
+        """Return (x for the sum of residual and update, result of `forward`). The kernels must apply `drop`.
+
+        The layer's product adds the gradient of x to the gradient of the residual, so no kernel adds them.
+        """
+        x_RD, product_RF = _ResidualProduct.apply(x_RD, self.weight)  # type: ignore[no-untyped-call]
+        return x_RD, self._activated(product_RF, drop)
+
+    def _activated(self, product_RF: Tensor, drop: Drop) -> Tensor:
+        """Add the bias to a product, and apply the activation and the dropout by the kernel."""
         result: Tensor = _Activation.apply(  # type: ignore[no-untyped-call]
             product_RF, self.bias, drop.seed, attention_launch.threshold_of(drop.rate), self.activation
         )
@@ -61,6 +72,25 @@ class ActivatedLinear(nn.Linear):
 def swiglu(x: Tensor, gate: Tensor) -> Tensor:
     """Compute the gated activation x silu(gate) of Shazeer 2020, element by element."""
     return x * F.silu(gate)
+
+
+class _ResidualProduct(torch.autograd.Function):
+    """Autograd function with results (x, x W'). It is for an x that is also the residual of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x), F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        d_residual, d_product = gradients
+        # The gradient of the update can be the same tensor as that of the residual. But the update was made from the
+        # product, so its backward pass is over, and nothing else reads the tensor.
+        torch.addmm(d_residual, d_product, weight, out=d_residual)
+        return d_residual, d_product.t() @ x
 
 
 class _Activation(torch.autograd.Function):

@@ -117,20 +117,24 @@ class Attention(nn.Module):
         )
         return shape_reason is None and attention_launch.unsupported_device_reason(hidden) is None
 
-    def project_segment(self, hidden_BTD: Tensor) -> Tensor:
-        """Project a segment to queries, keys and values in one tensor, query_key_value_BT3NH.
+    def project_segment(self, hidden_BTD: Tensor, past_BMD: Tensor) -> tuple[Tensor, Tensor]:
+        """Project a segment to queries, keys and values in one tensor, query_key_value_BT3NH. Project a memory to keys
+        and values, key_value_BM2NH.
 
-        The projection is one matrix product. With ZeRO-3 it is two products, because ZeRO-3 gathers the weights of each
-        module separately.
+        The projection of the segment is one matrix product. With ZeRO-3 it is two products, because ZeRO-3 gathers the
+        weights of each module separately.
         """
         if hasattr(self.query.weight, "ds_id"):
             products: Tensor = torch.cat([self.query(hidden_BTD), self.key_value(hidden_BTD)], dim=-1)
+            past: Tensor = self.key_value(past_BMD)
         else:
-            products = joint_linear(hidden_BTD, self.query.weight, self.key_value.weight)
+            products, past = joint_linear(hidden_BTD, past_BMD, self.query.weight, self.key_value.weight)
             bias = self.key_value.value_bias
             if bias is not None:
                 products = products + F.pad(bias, (2 * bias.numel(), 0))
-        return products.view(*products.shape[:-1], 3, self.num_heads, self.head_width)
+                past = past + F.pad(bias, (bias.numel(), 0))
+        segment_BT3NH = products.view(*products.shape[:-1], 3, self.num_heads, self.head_width)
+        return segment_BT3NH, past.view(*past.shape[:-1], 2, self.num_heads, self.head_width)
 
     def project_query(self, hidden_BTD: Tensor) -> Tensor:
         """Project hidden states to query_BTNH. The queries are normed if the model norms queries."""
@@ -230,8 +234,7 @@ class Attention(nn.Module):
         if past_BMD is not None:
             assert distances is not None
             assert isinstance(visible, AttentionMask)
-            segment_BT3NH = self.project_segment(hidden_BTD)
-            past_BM2NH = self.project_key_value(past_BMD)
+            segment_BT3NH, past_BM2NH = self.project_segment(hidden_BTD, past_BMD)
             context_BTNH = self.attend_fused_qkv(
                 segment_BT3NH, past_BM2NH, distance_KNH=distances.key_KNH, visible=visible
             )
@@ -339,34 +342,40 @@ def with_segment_terms(
     )
 
 
-def joint_linear(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Multiply x [..., D] by two matrices [n, D] and [m, D] in one product. Returns [..., n + m].
+def joint_linear(x: Tensor, past: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply x [..., D] by two matrices [n, D] and [m, D] in one product, and `past` [..., D] by the second matrix.
+    Returns ([..., n + m], [..., m]).
 
-    The backward pass takes one product for the gradient of x, and one for the gradients of both matrices. If the second
-    matrix follows the first in memory, as in a flat parameter, the matrices are not copied.
+    The backward pass takes one product for the gradient of x, and one for the gradients of both matrices. A third
+    product adds the part of `past` to the gradient of the second matrix. If the second matrix follows the first in
+    memory, as in a flat parameter, the matrices are not copied.
     """
-    product: Tensor = _JointLinear.apply(x, first, second)  # type: ignore[no-untyped-call]
-    return product
+    products: tuple[Tensor, Tensor] = _JointLinear.apply(x, past, first, second)  # type: ignore[no-untyped-call]
+    return products
 
 
 class _JointLinear(torch.autograd.Function):
     """Autograd function of `joint_linear`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        ctx.save_for_backward(x, first, second)
-        return F.linear(x, _joint(first, second))
+    def forward(ctx: Any, x: Tensor, past: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, past, first, second)
+        return F.linear(x, _joint(first, second)), F.linear(past, second)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, first, second = ctx.saved_tensors
-        d_product = gradients[0].flatten(0, -2)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, past, first, second = ctx.saved_tensors
+        d_product, d_past_product = (gradient.flatten(0, -2) for gradient in gradients)
         inputs = x.flatten(0, -2)
         d_matrices = d_product.t() @ inputs
         d_first, d_second = d_matrices.split([len(first), len(second)])
+        torch.addmm(d_second, d_past_product.t(), past.flatten(0, -2), out=d_second)
         d_inputs = d_product @ _joint(first, second)
-        return d_inputs.view_as(x), d_first, d_second
+        d_past: Tensor | None = None
+        if ctx.needs_input_grad[1]:  # the norm before attention is trained, although the memory is not
+            d_past = (d_past_product @ second).view_as(past)
+        return d_inputs.view_as(x), d_past, d_first, d_second
 
 
 def _joint(first: Tensor, second: Tensor) -> Tensor:

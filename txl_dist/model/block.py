@@ -156,7 +156,10 @@ class Block(nn.Module):
             ff_input = hidden
         # As a matrix, because an operation in place on a view has a backward pass that copies.
         ff_input = ff_input.flatten(0, -2)
-        if self.ff_gate is None:
+        if isinstance(self.ff_in, ActivatedLinear) and inner_drop.by_kernel and not self.pre_norm:
+            ff_input, inner = self.ff_in.beside_residual(ff_input, inner_drop)
+            hidden = ff_input.view_as(hidden)
+        elif self.ff_gate is None:
             inner = self.ff_in(ff_input, inner_drop)
         else:
             inner = swiglu(self.ff_in(ff_input), self.ff_gate(ff_input))

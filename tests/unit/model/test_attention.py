@@ -239,10 +239,14 @@ def test_one_product_of_two_matrices_is_both_and_copies_none_that_lie_together(i
     if not is_flat:
         second = second.clone()
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, 3, 10, dtype=torch.float64)
+    past = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, 3, 10, dtype=torch.float64), torch.randn(2, 4, 6, dtype=torch.float64)
     found = [
-        torch.autograd.grad(product, (x, flat), weight)
-        for product in (joint_linear(x, first, second), F.linear(x, torch.cat([first, second])))
+        torch.autograd.grad(products, (x, past, flat), weights)
+        for products in (
+            joint_linear(x, past, first, second),
+            (F.linear(x, torch.cat([first, second])), F.linear(past, second)),
+        )
     ]
     torch.testing.assert_close(*found, rtol=1e-14, atol=1e-14)
     assert (_joint(first, second).data_ptr() == flat.data_ptr()) is is_flat
@@ -254,7 +258,9 @@ def test_queries_keys_and_values_of_a_segment_are_those_of_their_own_products(va
     attention = build_attention(section, biases=attention_biases(section.num_heads, section.head_width)).double()
     for parameter in attention.parameters():
         parameter.data = torch.randn_like(parameter)
-    hidden = torch.randn(2, 3, section.width, dtype=torch.float64)
+    hidden, past = torch.randn(2, 2, 3, section.width, dtype=torch.float64)
     apart = torch.cat([attention.project_query(hidden)[:, :, None], attention.project_key_value(hidden)], 2)
-    torch.testing.assert_close(attention.project_segment(hidden), apart, rtol=1e-13, atol=1e-13)
+    segment, of_past = attention.project_segment(hidden, past)
+    torch.testing.assert_close(segment, apart, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(of_past, attention.project_key_value(past), rtol=1e-13, atol=1e-13)
     assert not attention.supports_fused_qkv(hidden)  # on a CPU

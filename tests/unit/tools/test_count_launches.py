@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tools.benchmarks.count_launches import in_fresh_process
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
@@ -40,11 +42,24 @@ def test_the_whole_step_of_a_recipe_is_counted(counted: tuple[dict[str, Any], st
     assert found["of these Triton"] >= found["attention"]
     # Master weights and two moments read and written, a gradient read, weights written: no update moves less.
     assert found["update, bytes per parameter"] >= 3 * 8 + 2 + 2
+    assert found["update, bytes per parameter"] <= 32, "the norm reads two more"
+    assert found["launches, micro-step"] <= 520
     # Made by a product, read by two others, all in bf16: no softmax moves less.
     assert found["softmax, bytes per logit"] >= 3 * 2
     assert found["attention, MB a layer"] > found["of these scores"] > 0
     assert found["graphs, Zipf"] == 1
     assert all(title in printed for title in ("before", "now / before"))
+
+
+@pytest.mark.parametrize(
+    ("name", "most_launches"), [("wt103_base", 880), pytest.param("wt103_large", 950, marks=pytest.mark.nightly)]
+)
+def test_tables_of_a_large_vocabulary_are_passed_over_few_times(name: str, most_launches: int) -> None:
+    found = in_fresh_process(name, layers_less=0, waves=False)
+    assert found["launches, micro-step"] <= most_launches
+    assert found["update, bytes per parameter"] <= 32
+    # 30 of the update, 4 to scale the softmax's gradient, and 6 to add the embedding's.
+    assert 30 <= found["update, bytes per table value"] <= 40
 
 
 def test_every_kernel_is_compiled_and_has_its_waves(counted: tuple[dict[str, Any], str]) -> None:

@@ -18,6 +18,7 @@ the model, such as lamb, which takes their norms.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -69,6 +70,9 @@ class Owner(NamedTuple):
 class FlatModule(nn.Module):
     """Wrapper that stores a module's small parameters in flat parameters. Calls are passed on to the module."""
 
+    gap: Tensor
+    """Zeros for the gradients of places between parameters, [ALIGNMENT]."""
+
     def __init__(self, module: nn.Module, *, prefix: str, matrices: Collection[str] = ()) -> None:
         """Move the module's parameters into flat parameters, in place.
 
@@ -80,6 +84,8 @@ class FlatModule(nn.Module):
         self.module = module
         parameters = dict(module.named_parameters())
         owners = _owners(module)
+        # On a GPU each backward pass would launch a kernel for these zeros.
+        self.register_buffer("gap", next(module.parameters()).detach().new_zeros(ALIGNMENT), persistent=False)
         self.stored: list[Stored] = []
         self._owners: list[list[list[Owner]]] = []
         for key, names in _groups(parameters, prefix=prefix, matrices=matrices).items():
@@ -100,11 +106,12 @@ class FlatModule(nn.Module):
     def _install(self) -> None:
         """Replace the parameters in all submodules by views of the flat tensors. `forward` calls this method each
         time."""
+        self.gap = self.gap.to(self.stored[0].tensor)
         for stored, owners in zip(self.stored, self._owners, strict=False):
-            views = _Unflatten.apply(stored.tensor, stored.slots)  # type: ignore[no-untyped-call]
-            for view, places in zip(views, owners, strict=True):
-                for owner in places:
-                    owner.module.__dict__[owner.leaf] = view  # nn.Module accepts leaf tensors only
+            num_owners = [len(places) for places in owners]
+            views = _Unflatten.apply(stored.tensor, self.gap, stored.slots, num_owners)  # type: ignore[no-untyped-call]
+            for view, owner in zip(views, (owner for places in owners for owner in places), strict=True):
+                owner.module.__dict__[owner.leaf] = view  # nn.Module accepts leaf tensors only
 
 
 def stored_whole(module: nn.Module, *, prefix: str) -> list[Stored]:
@@ -171,20 +178,46 @@ def _flattened(members: list[nn.Parameter], names: list[str]) -> tuple[nn.Parame
 
 class _Unflatten(torch.autograd.Function):
     """Autograd function that returns views of a flat tensor. Its backward pass joins the views' gradients in one flat
-    gradient."""
+    gradient.
+
+    A parameter has a view for each module that uses it. So the gradients of biases that all layers share are summed at
+    once, where autograd would add them layer by layer. `gap` holds zeros for the places between parameters.
+    """
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, slots: tuple[Slot, ...]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, flat: Tensor, gap: Tensor, slots: tuple[Slot, ...], num_owners: list[int]
+    ) -> tuple[Tensor, ...]:
+        ctx.gap = gap
         ctx.slots = slots
+        ctx.num_owners = num_owners
         ctx.size = flat.numel()
-        return tuple(flat[slot.start : slot.stop].view(slot.shape) for slot in slots)
+        views = []
+        for slot, count in zip(slots, num_owners, strict=True):
+            views += [flat[slot.start : slot.stop].view(slot.shape) for _ in range(count)]
+        return tuple(views)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gap = ctx.gap
         pieces = []
         end = 0
-        gap = gradients[0].new_zeros(ALIGNMENT)
-        for slot, gradient in zip(ctx.slots, gradients, strict=True):
-            pieces += [gap[: slot.start - end], gradient.reshape(-1)]
+        first = 0
+        for slot, count in zip(ctx.slots, ctx.num_owners, strict=True):
+            total = _summed(gradients[first : first + count])
+            pieces += [gap[: slot.start - end], total.reshape(-1)]
             end = slot.stop
-        return torch.cat([*pieces, gap[: ctx.size - end]]), None
+            first += count
+        return torch.cat([*pieces, gap[: ctx.size - end]]), None, None, None
+
+
+def _summed(gradients: tuple[Tensor, ...]) -> Tensor:
+    """Sum the gradients of a parameter that several modules use.
+
+    On a CPU they are added from the last module to the first, as autograd does. On a GPU the order is another one.
+    """
+    if len(gradients) == 1:
+        return gradients[0]
+    if gradients[0].is_cuda:
+        return torch.stack(gradients).sum(0)
+    return functools.reduce(torch.add, reversed(gradients))
