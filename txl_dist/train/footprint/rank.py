@@ -103,8 +103,19 @@ def bytes_per_rank(
         in_update = _orthogonalizing(matrices, world=world, stage=stage)
     else:
         in_update = 0.0
+    # The kernel of Adam reads gradients where they lie (see `train.engine.adam_update`).
+    is_adam = config.optim.name in ("adam", "adamw")
+    is_on_device = on_gpu and stage in (1, 2) and not engine.offload_optimizer
+    updates_by_kernel = is_adam and is_on_device and engine.attention in ("auto", "triton")
     in_step = recorded + _fullest_phase(
-        plan, peak, lengths, engine=engine, buckets=held["buckets"], in_update=in_update, on_gpu=on_gpu
+        plan,
+        peak,
+        lengths,
+        engine=engine,
+        buckets=held["buckets"],
+        in_update=in_update,
+        copies_gradients=not updates_by_kernel,
+        on_gpu=on_gpu,
     )
     # Before the first step each rank draws all weights, and copies them into flat tensors.
     drawn = (4 + size) * parameters + 4 * local
@@ -153,11 +164,13 @@ def _fullest_phase(
     engine: EngineSection,
     buckets: float,
     in_update: float,
+    copies_gradients: bool,
     on_gpu: bool,
 ) -> float:
     """Return the bytes of gradients, buckets and temporary tensors in the phase of a step that needs most memory.
 
-    `in_update` are the bytes that the optimizer allocates during the update.
+    `in_update` are the bytes that the optimizer allocates during the update. `copies_gradients` says whether stages 1
+    to 3 copy the gradients to a flat tensor for the update.
     """
     stage = engine.zero_stage
     size = DTYPES[engine.dtype].itemsize
@@ -203,7 +216,7 @@ def _fullest_phase(
         copy_size = 4 + kept_size
     else:
         copy_size = 4
-    if is_flat:
+    if is_flat or not copies_gradients:
         copy_size = 0
     after = heap + standing_buckets + kept_size * local + max(norm, copy_size * local + in_update)
     if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
