@@ -285,9 +285,12 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
         softmax = engine.model.softmax
         counter.logit_columns = columns_of(softmax.edges, num_tails=softmax.num_tails)
         tables = [shape for name, shape in engine.shapes.items() if re.search(r"\.weight_\d+$", name)]
-        num_table_values = sum(map(math.prod, tables)) if softmax.num_tails else 0
-        for num_rows, width in tables if softmax.num_tails else ():
-            counter.table_lens |= {num_rows * width} | {rows * width for rows in rows_of(softmax.edges)}
+        if not softmax.num_tails:
+            tables = []
+        num_table_values = sum(map(math.prod, tables))
+        counter.table_lens = {math.prod(table) for table in tables}
+        if len(tables) == 1:
+            counter.table_lens |= {rows * tables[0][1] for rows in rows_of(softmax.edges)}
         softmax.register_forward_pre_hook(lambda *_: setattr(counter, "region", "softmax"))
         softmax.register_forward_hook(lambda *_: setattr(counter, "region", ""))
         maker = batch_maker(engine.model, mask_documents=False, for_graphs=True)
