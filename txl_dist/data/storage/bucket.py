@@ -13,8 +13,9 @@ from __future__ import annotations
 import inspect
 import math
 import socket
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +23,15 @@ from typing import Any, TypeVar
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying, s3_code
 from txl_dist.errors import DataError, UnreachableError
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-PART_BYTES = 8 * 2**20
+PART_BYTES = 6 * 2**20
 """Bytes of a large file that one request sends or fetches. This bounds the memory of a transfer."""
 PARTS_AT_ONCE = 2
 """Number of parts of one file that are in transfer at the same time."""
+_MAX_STREAM_BYTES = 2**30
+"""Bytes up to which a file is sent to S3 in one request, without a copy in memory."""
 _MAX_PARTS = 9000
 """Maximum number of parts of one file. S3 allows 10,000."""
 _REMOVALS_AT_ONCE = 16
@@ -45,9 +49,10 @@ class Bucket:
         again up to `retries` times.
         """
         self.location = url.rstrip("/")
+        self._allow = tuple(allow)
         self._retries = retries
-        self._file_system, root = filesystem_of(self.location, allow=allow)
-        self._root = root.rstrip("/")
+        self._is_refused = False
+        self._open()
 
     def sizes(self, folder: str = "", *, nested: bool = False) -> dict[str, int]:
         """Return the size in bytes of every object in a folder, by name. A missing folder has no objects.
@@ -126,20 +131,32 @@ class Bucket:
                 self._file_system.rm_file(self._path(name))
 
         # One request per object: s3fs does not report what a request for many objects could not remove.
-        with ThreadPoolExecutor(_REMOVALS_AT_ONCE, "txl-remove") as threads:
-            for _ in threads.map(lambda name: self._try("remove", name, lambda: remove(name)), names):
-                pass
+        in_threads(lambda name: self._try("remove", name, lambda: remove(name)), names, at_once=_REMOVALS_AT_ONCE)
 
-    def upload(self, path: Path, name: str) -> None:
+    def upload(self, path: Path, name: str, *, parts_at_once: int = PARTS_AT_ONCE) -> None:
         """Copy a file into the bucket. Raises UnreachableError, or OSError if the file cannot be read."""
-        part_bytes = max(PART_BYTES, math.ceil(path.stat().st_size / _MAX_PARTS))
-        limits = self._known("put_file", chunksize=part_bytes, max_concurrency=PARTS_AT_ONCE)
-        self._try("write", name, lambda: self._file_system.put_file(str(path), self._path(name), **limits))
+        num_bytes = path.stat().st_size
+        part_bytes = max(PART_BYTES, math.ceil(num_bytes / _MAX_PARTS))
+        limits = self._known("put_file", chunksize=part_bytes, max_concurrency=parts_at_once)
+
+        def put() -> None:
+            if hasattr(self._file_system, "get_s3") and num_bytes <= _MAX_STREAM_BYTES:
+                _stream_to_s3(self._file_system, path, self._path(name))
+            else:
+                self._file_system.put_file(str(path), self._path(name), **limits)
+
+        self._try("write", name, put)
 
     def download(self, name: str, path: Path) -> None:
         """Copy an object into a file. Raises DataError if there is no such object, and UnreachableError."""
         limits = self._known("get_file", chunksize=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
         self._try("read", name, lambda: self._file_system.get_file(self._path(name), str(path), **limits))
+
+    def _open(self) -> None:
+        """Open the file system, with the credentials of now."""
+        self._file_system, root = filesystem_of(self.location, allow=self._allow, is_new=self._is_refused)
+        self._root = root.rstrip("/")
+        self._is_refused = False
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
@@ -152,4 +169,65 @@ class Bucket:
 
     def _try(self, verb: str, name: str, action: Callable[[], Result]) -> Result:
         what = f"{self.location}/{name}".rstrip("/")
-        return retrying(action, what=f"{what} from {socket.gethostname()}", retries=self._retries, verb=verb)
+        if self._is_refused:
+            self._open()
+        try:
+            return retrying(action, what=f"{what} from {socket.gethostname()}", retries=self._retries, verb=verb)
+        except UnreachableError as error:
+            # Credentials in a file can be replaced while the run lives, but a file system reads them only once.
+            self._is_refused = isinstance(error.__cause__, PermissionError)
+            raise
+
+
+def _stream_to_s3(file_system: Any, path: Path, target: str) -> None:
+    """Send a file to S3 in one request that reads it piece by piece.
+
+    s3fs itself reads a file or its parts into memory, and its own retries would not begin at the start of a stream.
+    """
+    from botocore.exceptions import ClientError
+    from fsspec.asyn import sync
+    from s3fs.errors import translate_boto_error
+
+    bucket, key, _ = file_system.split_path(target)
+    options = {**file_system.s3_additional_kwargs, **file_system.req_kw}
+
+    async def put() -> None:
+        await file_system.set_session()
+        client = await file_system.get_s3(bucket)
+        with path.open("rb") as stream:
+            await client.put_object(Bucket=bucket, Key=key, Body=stream, **options)
+
+    try:
+        sync(file_system.loop, put)
+    except ClientError as error:
+        raise translate_boto_error(error) from error
+    finally:
+        file_system.invalidate_cache()
+
+
+def in_threads(action: Callable[[Item], object], items: Iterable[Item], *, at_once: int) -> None:
+    """Call `action` for each item, some at the same time. Raises the first error, after which no further item begins.
+
+    The threads do not delay the end of the process.
+    """
+    waiting = deque(items)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                item = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                action(item)
+            except BaseException as error:  # noqa: BLE001  raised in the caller
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, name="transfer", daemon=True) for _ in range(min(at_once, len(waiting)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

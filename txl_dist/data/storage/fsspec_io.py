@@ -70,8 +70,8 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
     return protocols[0]
 
 
-def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
-    """Return (fsspec file system of a URL, path in this file system).
+def filesystem_of(url: str, *, allow: Sequence[str] = (), is_new: bool = False) -> tuple[Any, str]:
+    """Return (fsspec file system of a URL, path in this file system). With `is_new` it reads its credentials again.
 
     Raises DataError if the scheme is not allowed, if its package is not installed, or if the file system cannot be
     opened.
@@ -80,7 +80,7 @@ def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        file_system, path = url_to_fs(url, **_options(protocol))
+        file_system, path = url_to_fs(url, skip_instance_cache=is_new, **_options(protocol))
     except ImportError as error:
         package = _PACKAGES.get(protocol, protocol)
         raise DataError(

@@ -65,6 +65,17 @@ def test_a_missing_package_or_an_unknown_scheme_is_said_with_its_remedy() -> Non
         Bucket("az://container/run")
 
 
+def test_replaced_credentials_are_read_after_a_refusal(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.write("x", b"content")
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket._file_system, "cat_file", failing(PermissionError("the token has expired")))
+        before = bucket._file_system
+        with pytest.raises(UnreachableError, match="the token has expired"):
+            bucket.read("x")
+        assert bucket.read("x") == b"content"
+    assert bucket._file_system is not before
+
+
 def failing(error: Exception) -> Callable[..., Any]:
     def fail(*_: object, **__: object) -> None:
         raise error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,22 @@ def test_the_newest_whole_checkpoint_of_both_places_comes_first_and_the_disk_win
 def test_the_mirror_keeps_what_the_disk_keeps_and_removes_manifests_first() -> None:
     there = mirrored(objects(1), objects(2), objects(3), objects(4), objects(5))
     uploaded = there[-1].folder
-    gone = objects_to_remove(there, uploaded=uploaded, keep_last=2, keep_every=2, losses={1: 0.5, 3: 0.7})
-    assert {name.split("-")[0] for name in gone} == {"checkpoints/step_000000003"}
-    assert gone[0].endswith(MANIFEST)
-    assert len(gone) == 3
+    manifests, others = objects_to_remove(there, uploaded=uploaded, keep_last=2, keep_every=2, losses={1: 0.5, 3: 0.7})
+    assert manifests == [there[2].manifest]
+    assert sorted(others) == sorted(objects(3, manifest=False))
 
 
 def test_parts_of_cut_uploads_and_other_saves_of_the_step_are_removed_but_no_later_part() -> None:
     there = mirrored(objects(3, manifest=False), objects(5), objects(5, save="ff"), objects(9, manifest=False))
     uploaded = there[1].folder
-    gone = objects_to_remove(there, uploaded=uploaded, keep_last=9, keep_every=0, losses={})
-    assert set(gone) == {*objects(3, manifest=False), *objects(5, save="ff")}
+    manifests, others = objects_to_remove(there, uploaded=uploaded, keep_last=9, keep_every=0, losses={})
+    assert {*manifests, *others} == {*objects(3, manifest=False), *objects(5, save="ff")}
+
+
+def test_an_old_listing_that_lacks_the_uploaded_checkpoint_removes_nothing() -> None:
+    for there in (mirrored(objects(3), objects(4)), mirrored(objects(3), objects(5, manifest=False))):
+        uploaded = mirrored(objects(5))[0].folder
+        assert objects_to_remove(there, uploaded=uploaded, keep_last=1, keep_every=0, losses={}) == ([], [])
 
 
 def test_after_a_rewind_later_checkpoints_lose_their_manifests() -> None:
@@ -165,13 +171,32 @@ class SlowBucket(Bucket):
         super().__init__(url)
         self.gate, self.began, self.failures = threading.Event(), threading.Event(), 0
 
-    def upload(self, path: Path, name: str) -> None:
+    def upload(self, path: Path, name: str, *, parts_at_once: int = 2) -> None:
         self.began.set()
         assert self.gate.wait(60)
         if self.failures:
             self.failures -= 1
-            raise UnreachableError(f"no space for {name}.")
-        super().upload(path, name)
+            raise UnreachableError("no space.")
+        super().upload(path, name, parts_at_once=parts_at_once)
+
+
+class LossyBucket(Bucket):
+    """Bucket that loses the end of the first file, and in which only manifests can be removed."""
+
+    num_uploads = 0
+
+    def upload(self, path: Path, name: str, *, parts_at_once: int = 2) -> None:
+        self.num_uploads += 1
+        if self.num_uploads == 1:
+            self.write(name, b"")
+        else:
+            super().upload(path, name, parts_at_once=parts_at_once)
+
+    def remove(self, names: Iterable[str]) -> None:
+        given = list(names)
+        if any(not name.endswith(MANIFEST) for name in given):
+            raise UnreachableError("cannot remove.")
+        super().remove(given)
 
 
 @pytest.fixture
@@ -270,6 +295,79 @@ def test_a_rewind_makes_later_checkpoints_invalid_and_uploads_none_of_them(
     assert whole_steps(slow) == [1]
 
 
+def test_the_last_checkpoint_is_tried_again_although_records_are_due_or_a_rewind_ended_at_it(
+    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
+    uploader = start(slow)
+    slow.failures = 2
+    uploader.enqueue(checkpoint(tmp_path / "run", 1))
+    assert slow.began.wait(60)
+    uploader.finish_records()
+    uploader.forget(1)
+    slow.gate.set()
+    wait_for(lambda: uploader.is_idle)
+    assert whole_steps(slow) == [1]
+
+
+def test_of_two_rewinds_during_an_outage_the_earlier_step_counts(
+    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]
+) -> None:
+    slow.gate.set()
+    uploader = start(slow)
+    for step in (1, 2):
+        uploader.enqueue(checkpoint(tmp_path / "run", step))
+        wait_for(lambda: uploader.is_idle)
+    slow.gate.clear()
+    slow.began.clear()
+    uploader.enqueue(checkpoint(tmp_path / "run", 3))
+    assert slow.began.wait(60)
+    uploader.forget(1)
+    uploader.forget(2)
+    slow.gate.set()
+    wait_for(lambda: uploader.is_idle)
+    assert whole_steps(slow) == [1]
+
+
+def test_a_file_that_arrived_cut_is_uploaded_again_before_the_manifest(
+    tmp_path: Path, start: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
+    bucket = LossyBucket(f"file://{tmp_path}/bucket/run")
+    uploader = start(bucket)
+    uploader.enqueue(checkpoint(tmp_path / "run", 1))
+    wait_for(lambda: uploader.is_idle)
+    assert whole_steps(bucket) == [1]
+    stored = {name.rpartition("/")[2]: size for name, size in bucket.sizes(CHECKPOINTS, nested=True).items()}
+    assert (stored["00000.safetensors"], stored["state.json"]) == (8, 2)
+
+
+def test_a_removal_that_fails_leaves_no_checkpoint_without_files(
+    tmp_path: Path, start: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = LossyBucket(f"file://{tmp_path}/bucket/run")
+    bucket.num_uploads = 1
+    uploader = start(bucket)
+    for step in (1, 2, 3):
+        uploader.enqueue(checkpoint(tmp_path / "run", step))
+        wait_for(lambda: uploader.is_idle)
+    assert whole_steps(bucket) == [2, 3]
+    assert "cannot remove. Training continues" in caplog.text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_checkpoint_that_has_left_the_disk_is_passed(
+    bucket: Bucket, tmp_path: Path, start: Callable[..., Uploader], caplog: pytest.LogCaptureFixture, is_first: bool
+) -> None:
+    gone = checkpoint(tmp_path / "run", 1)
+    shutil.rmtree(gone.folder)
+    uploader = start(bucket, is_first=is_first, num_nodes=2 - is_first)
+    uploader.enqueue(gone)
+    wait_for(lambda: uploader.is_idle)
+    assert whole_steps(bucket) == []
+    assert "step_000000001 is no longer on the disk" in caplog.text
+
+
 def test_the_first_node_waits_for_the_files_of_the_others(
     bucket: Bucket, tmp_path: Path, start: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +405,13 @@ def test_a_download_is_compared_with_its_hash(bucket: Bucket, tmp_path: Path, da
     fetch.check()
     assert bool(fetch.problems) == (damage != "nothing")
     assert all("engine/0" in problem for problem in fetch.problems)
+
+
+def test_a_file_that_the_mirror_lacks_is_a_problem_of_its_checkpoint_only(bucket: Bucket, tmp_path: Path) -> None:
+    fetch = _Fetch(["x"], "step", {"x": {"bytes": 1, "sha256": ""}}, tmp_path / "new", bucket)
+    wait_for(lambda: fetch.is_done)
+    fetch.check()
+    assert fetch.problems == ["x is missing"]
 
 
 def test_no_name_in_a_manifest_leads_out_of_the_folder(bucket: Bucket, tmp_path: Path) -> None:

@@ -68,13 +68,17 @@ def objects_to_remove(
     keep_last: int,
     keep_every: int,
     losses: Mapping[int, float],
-) -> list[str]:
-    """Return the objects to remove after the checkpoint in the folder `uploaded` became whole, manifests first.
+) -> tuple[list[str], list[str]]:
+    """Return the (manifests, other objects) to remove after the checkpoint in the folder `uploaded` became whole.
 
     The whole checkpoints that `steps_to_keep` names stay, and so does the one with the lowest of `losses` (by step).
-    Parts of cut uploads up to the step of `uploaded` go, and so do other saves of that step.
+    Parts of cut uploads up to the step of `uploaded` go, and so do other saves of that step. Nothing goes if the
+    listing of the store is old and lacks `uploaded`. The manifests must be removed before the other objects.
     """
-    uploaded_step = next(checkpoint.step for checkpoint in mirrored if checkpoint.folder == uploaded)
+    steps = [checkpoint.step for checkpoint in mirrored if checkpoint.folder == uploaded and checkpoint.is_whole]
+    if not steps:
+        return [], []
+    uploaded_step = steps[0]
     whole_steps = sorted({checkpoint.step for checkpoint in mirrored if checkpoint.is_whole})
     best = best_step(whole_steps, losses)
     keep = steps_to_keep(whole_steps, keep_last=keep_last, keep_every=keep_every, best=best)
@@ -92,7 +96,7 @@ def objects_to_remove(
                 manifests.append(name)
             else:
                 others.append(name)
-    return manifests + others
+    return manifests, others
 
 
 def manifests_after(mirrored: Iterable[MirroredCheckpoint], *, step: int) -> list[str]:

@@ -20,7 +20,7 @@ from txl_dist.console.formatting import format_bytes
 from txl_dist.console.logging import logger, warn_for_all
 from txl_dist.data.storage.bucket import Bucket
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
-from txl_dist.errors import CheckpointError, UnreachableError, raised_everywhere
+from txl_dist.errors import CheckpointError, DataError, UnreachableError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import flush_folder, resolve_inside, sha256_of_file, write_bytes
 from txl_dist.io.manifest import MANIFEST, commit_folder, listed_files
@@ -228,6 +228,8 @@ class _Fetch:
                     raise
                 time.sleep(_RETRY_S * attempt)
                 continue
+            except DataError:
+                return f"{name} is missing"
             size = path.stat().st_size
             if size == facts["bytes"] and sha256_of_file(path) == facts["sha256"]:
                 return ""

@@ -23,7 +23,7 @@ from txl_dist.artifacts import CHECKPOINTS, LOG, RECORDS, SETTINGS, step_of
 from txl_dist.config.schema import CheckpointSection
 from txl_dist.console.formatting import format_bytes
 from txl_dist.console.logging import logger
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, in_threads
 from txl_dist.errors import UnreachableError
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object, read_bytes
@@ -40,6 +40,8 @@ ANNOUNCED = "UPLOADING.json"
 """Name of the object by which the first node tells other nodes which checkpoint to upload."""
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
 _POLL_S = 2.0
+_FILES_AT_ONCE = 2
+"""Number of files that a node uploads at the same time, or number of parts of a single file."""
 _STALLED_AFTER_S = 300.0
 """Seconds without a new file of other nodes after which a newer checkpoint is uploaded instead."""
 _MOST_WAITING = 3
@@ -131,7 +133,7 @@ class Uploader:
         it, after a rewind."""
         with self._changed:
             self._waiting = [upload for upload in self._waiting if upload.step <= step]
-            self._forget_after = step
+            self._forget_after = step if self._forget_after is None else min(step, self._forget_after)
             self._changed.notify_all()
 
     def finish_records(self) -> None:
@@ -172,15 +174,7 @@ class Uploader:
         delay_s = _FIRST_RETRY_S
         while True:
             try:
-                if self._forget_after is not None:
-                    self._invalidate(self._forget_after)
-                elif self._current is not None:
-                    self._upload(self._current)
-                elif self._is_first:
-                    self._upload_records()
-                    self._are_records_due = False
-                else:
-                    self._follow()
+                self._do_next()
                 self._complaint = ""
                 return
             except _UnwantedError:
@@ -189,12 +183,28 @@ class Uploader:
                 self._complain(error)
             with self._changed:
                 is_replaced = self._changed.wait_for(self._is_replaced, timeout=delay_s)
+            if is_replaced and self._current is not None and not self._is_closed:
+                logger.warning("mirror: %s is skipped, because a newer one waits", self._current.folder.name)
             if is_replaced:
                 return
             delay_s = min(2 * delay_s, _LONGEST_RETRY_S)
 
+    def _do_next(self) -> None:
+        """Do the next piece of work. Raises UnreachableError or OSError if it must be tried again."""
+        forget_after = self._forget_after
+        if forget_after is not None:
+            self._invalidate(forget_after)
+        if self._current is not None:
+            self._upload(self._current)
+        elif not self._is_first:
+            self._follow()
+        elif forget_after is None:
+            self._upload_records()
+            self._are_records_due = False
+
     def _is_replaced(self) -> bool:
-        return self._is_closed or (self._current is not None and self._has_work())
+        """Return whether the thread gives up the checkpoint that it could not upload, for a newer one."""
+        return self._is_closed or (self._current is not None and bool(self._waiting))
 
     def _complain(self, error: Exception) -> None:
         """Log why the mirror cannot be written, once per reason."""
@@ -202,6 +212,16 @@ class Uploader:
         if reason != self._complaint:
             logger.warning("mirror: %s Training continues, and the upload is tried again.", reason)
         self._complaint = reason
+
+    def _manifest_of(self, upload: Upload) -> bytes:
+        """Return the content of a checkpoint's manifest. Drops a checkpoint that is no longer on the disk."""
+        try:
+            return read_bytes(upload.folder / MANIFEST)
+        except FileNotFoundError:
+            logger.warning("mirror: %s is no longer on the disk, and is not uploaded", upload.folder.name)
+            with self._changed:
+                self._waiting = [other for other in self._waiting if other is not upload]
+            raise _UnwantedError from None
 
     def _check_wanted(self, upload: Upload) -> None:
         with self._changed:
@@ -216,17 +236,19 @@ class Uploader:
         with self._changed:
             if self._forget_after == step:
                 self._forget_after = None
+            if self._current is not None and self._current.step > step:
+                raise _UnwantedError
 
     def _upload(self, upload: Upload) -> None:
         """Make a checkpoint whole in the mirror, on the first node. Raises UnreachableError or OSError."""
         start_s = time.monotonic()
-        manifest = read_bytes(upload.folder / MANIFEST)
+        manifest = self._manifest_of(upload)
         files = parse_object(manifest)["files"]
         folder = mirror_folder(upload.step, manifest)
         if self._num_nodes > 1:
             self._bucket.write(ANNOUNCED, json.dumps({"folder": folder}).encode())
         num_bytes = self._upload_files(upload, folder)
-        self._wait_for_others(upload, folder, files)
+        self._wait_until_complete(upload, folder, files)
         self._upload_records()
         if not self._confirm():
             logger.warning(
@@ -252,29 +274,34 @@ class Uploader:
     def _upload_files(self, upload: Upload, folder: str) -> int:
         """Upload the files of this node that the mirror lacks. Returns their size in bytes."""
         present = self._bucket.sizes(folder, nested=True)
-        num_bytes = 0
-        for name in upload.names:
-            self._check_wanted(upload)
-            path = upload.folder / name
-            size = path.stat().st_size
-            if present.get(f"{folder}/{name}") != size:
-                failpoint("mirror-file", step=upload.step)
-                self._bucket.upload(path, f"{folder}/{name}")
-                failpoint("mirror-file-done", step=upload.step)
-            num_bytes += size
-        return num_bytes
+        sizes = {name: (upload.folder / name).stat().st_size for name in upload.names}
+        lacking = [name for name, size in sizes.items() if present.get(f"{folder}/{name}") != size]
+        at_once = min(_FILES_AT_ONCE, len(lacking))
 
-    def _wait_for_others(self, upload: Upload, folder: str, files: dict[str, Any]) -> None:
-        """Wait until the files of all nodes are in the mirror.
+        def transfer(name: str) -> None:
+            self._check_wanted(upload)
+            failpoint("mirror-file", step=upload.step)
+            self._bucket.upload(upload.folder / name, f"{folder}/{name}", parts_at_once=_FILES_AT_ONCE // at_once)
+            failpoint("mirror-file-done", step=upload.step)
+
+        self._check_wanted(upload)
+        in_threads(transfer, lacking, at_once=at_once)
+        return sum(sizes.values())
+
+    def _wait_until_complete(self, upload: Upload, folder: str, files: dict[str, Any]) -> None:
+        """Wait until the files of all nodes are in the mirror. Raises UnreachableError if a file of this node is not.
 
         If other nodes make no progress and a newer checkpoint waits, this one is given up.
         """
         num_present = -1
         progress_s = time.monotonic()
-        while self._num_nodes > 1:
+        while True:
             sizes = self._bucket.sizes(folder, nested=True)
             if is_complete(sizes, folder=folder, files=files):
                 return
+            own_files = {name: facts for name, facts in files.items() if self._num_nodes == 1 or name in upload.names}
+            if not is_complete(sizes, folder=folder, files=own_files):
+                raise UnreachableError(f"{self._bucket.location}/{folder} lacks files that were uploaded.")
             if len(sizes) > num_present:
                 num_present = len(sizes)
                 progress_s = time.monotonic()
@@ -296,14 +323,15 @@ class Uploader:
     def _remove_old(self, upload: Upload, folder: str) -> None:
         """Remove the checkpoints that the settings no longer keep."""
         failpoint("mirror-prune", step=upload.step)
-        names = objects_to_remove(
+        manifests, others = objects_to_remove(
             list_mirrored(self._bucket.sizes(CHECKPOINTS, nested=True)),
             uploaded=folder,
             keep_last=self._settings.keep_last,
             keep_every=self._settings.keep_every,
             losses=upload.losses,
         )
-        self._bucket.remove(names)
+        self._bucket.remove(manifests)
+        self._bucket.remove(others)
 
     def _follow(self) -> None:
         """Upload the files of the announced checkpoint, on a node other than the first."""
@@ -312,7 +340,7 @@ class Uploader:
         with self._changed:
             waiting = list(self._waiting)
         for upload in waiting:
-            folder = mirror_folder(upload.step, read_bytes(upload.folder / MANIFEST))
+            folder = mirror_folder(upload.step, self._manifest_of(upload))
             if folder == announced:
                 self._upload_files(upload, folder)
                 with self._changed:
