@@ -6,7 +6,7 @@
 One checkpoint is in transfer at a time, and at most one waits on the first node. A newer one takes the place of the one
 that waits. An error is a line in the log, and the transfer is tried again until it succeeds or a newer one waits.
 
-Limitations: a transfer of one file is not interrupted. So the end of a run leaves the thread behind.
+Limitations: the transfer of a file is not interrupted. So the end of a run leaves the thread behind.
 """
 
 from __future__ import annotations
