@@ -37,10 +37,16 @@ def saves_no_weights() -> Iterator[None]:
 
 
 def _pack(tensor: Tensor) -> Tensor | _View:
-    """Return a reference for a view of a parameter. Any other tensor is returned itself."""
+    """Return a reference for a view of a parameter, a leaf itself, and the values of any other tensor.
+
+    An operation may save its own output. If that were returned with its `grad_fn`, the graph of a pass without a
+    backward pass would hold itself in memory.
+    """
     parameter = tensor._base
-    if not isinstance(parameter, nn.Parameter):  # a parameter itself is saved as such
-        return tensor
+    if not isinstance(parameter, nn.Parameter):
+        if tensor.is_leaf:  # also a parameter, whose values are gathered again
+            return tensor
+        return tensor.detach()
     offset = int(tensor.storage_offset() - parameter.storage_offset())
     return _View(parameter, tensor.size(), tensor.stride(), offset)
 
