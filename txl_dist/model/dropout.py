@@ -67,17 +67,44 @@ def relu2_dropout(x: Tensor, rate: float = 0.0) -> Tensor:
     return dropout(squared, rate)
 
 
-def draw_kept_(keep: Tensor, rate: float) -> Tensor:
-    """Draw a mask into `keep`: 1 with probability 1 - rate, else 0.
+def draw_kept_(keep: Tensor, rate: float, *, dtype: torch.dtype) -> None:
+    """Draw a mask into `keep`, for numbers of type `dtype`: 1 with probability 1 - rate, else 0.
 
-    The tensor `keep` is contiguous int16 [n] on a CPU, and n is a multiple of WORD_LEN.
+    The tensor `keep` is contiguous int16 [n] on a CPU, and n is a multiple of WORD_LEN. For a half-precision type it
+    gets the bits of 1.0 in that type in place of 1.
     """
     words = keep.view(torch.int64)
     words.random_(-(2**63), None)
     # As int16 the random bits are in [-most, most).
     most = 2 ** (BITS - 1)
     bound = round((1 - rate) * 2 * most) - most
-    return keep.lt_(min(bound, most - 1))
+    keep.lt_(min(bound, most - 1))
+    if dtype.itemsize == 2:
+        keep.mul_(torch.ones((), dtype=dtype).view(torch.int16))
+
+
+def _drop(x: Tensor, keep: Tensor, scale: float, *, out: Tensor) -> None:
+    """Write x * scale to `out` where the mask `keep` is set, else 0. `out` can be `x`.
+
+    `draw_kept_` has made the mask. It can be longer than x.
+    """
+    keep = keep[: len(x)]
+    if x.dtype.itemsize == 2:
+        _scale_where_positive(keep.view(x.dtype), x, scale, out=out)
+    elif out is x:
+        x.mul_(keep).mul_(scale)
+    else:
+        out.copy_(keep)
+        out.mul_(x).mul_(scale)
+
+
+def _scale_where_positive(gate: Tensor, x: Tensor, scale: float, *, out: Tensor) -> None:
+    """Write x * scale to `out` where `gate` is positive, else 0. All tensors have the same half-precision type.
+
+    Torch's only operation that does this in one pass is the gradient of elu, here with slope 0 below zero. Each product
+    in half precision would convert all numbers to fp32 and back.
+    """
+    torch.ops.aten.elu_backward.grad_input(x, 0.0, scale, 0.0, True, gate, grad_input=out)
 
 
 def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
@@ -100,7 +127,7 @@ def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 
 class _Dropout(torch.autograd.Function):
-    """Autograd function of `dropout` on a CPU. It keeps the mask for the backward pass, in int16."""
+    """Autograd function of `dropout` on a CPU. It keeps the mask for the backward pass, with 16 bits per number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
@@ -110,9 +137,8 @@ class _Dropout(torch.autograd.Function):
         ctx.save_for_backward(keep)
         y = torch.empty_like(x)
         for x_n, y_n, keep_n in _pieces(x, y, keep):
-            draw_kept_(keep_n, rate)
-            y_n.copy_(keep_n[: len(x_n)])
-            y_n.mul_(x_n).mul_(ctx.scale)
+            draw_kept_(keep_n, rate, dtype=x.dtype)
+            _drop(x_n, keep_n, ctx.scale, out=y_n)
         return y
 
     @staticmethod
@@ -121,8 +147,7 @@ class _Dropout(torch.autograd.Function):
         d_y = d_y.contiguous()
         d_x = torch.empty_like(d_y)
         for d_y_n, d_x_n, keep_n in _pieces(d_y, d_x, keep):
-            d_x_n.copy_(keep_n[: len(d_y_n)])
-            d_x_n.mul_(d_y_n).mul_(ctx.scale)
+            _drop(d_y_n, keep_n, ctx.scale, out=d_x_n)
         return d_x, None
 
 
@@ -135,9 +160,9 @@ class _ReluDropout(torch.autograd.Function):
         ctx.scale = 1 / (1 - rate)
         keep = _room_for_mask(x, most=PIECE)
         for (x_n,) in _pieces(x):
-            draw_kept_(keep, rate)
+            draw_kept_(keep, rate, dtype=x.dtype)
             x_n.relu_()
-            x_n.mul_(keep[: len(x_n)]).mul_(ctx.scale)
+            _drop(x_n, keep, ctx.scale, out=x_n)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
         return x
@@ -149,6 +174,9 @@ class _ReluDropout(torch.autograd.Function):
         d_x = torch.empty_like(d_y)
         relu_backward = torch.ops.aten.threshold_backward.grad_input
         for d_y_n, y_n, d_x_n in _pieces(d_y, y, d_x):
-            relu_backward(d_y_n, y_n, 0, grad_input=d_x_n)
-            d_x_n.mul_(ctx.scale)
+            if d_y.dtype.itemsize == 2:
+                _scale_where_positive(y_n, d_y_n, ctx.scale, out=d_x_n)
+            else:
+                relu_backward(d_y_n, y_n, 0, grad_input=d_x_n)
+                d_x_n.mul_(ctx.scale)
         return d_x, None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model, tiny_section
 from txl_dist.model.block import Block
-from txl_dist.model.dropout import dropout, gelu_dropout, relu_dropout_
+from txl_dist.model.dropout import PIECE, dropout, gelu_dropout, relu_dropout_
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.positions import attention_biases, build_attention
 from txl_dist.model.relative_attention import Terms
@@ -236,6 +236,21 @@ def test_a_value_that_stays_is_divided_by_the_probability_of_that(dtype: torch.d
         torch.testing.assert_close(y[is_kept], (plain(x) / 0.75)[is_kept])
         torch.testing.assert_close(x.grad, torch.where(is_kept, expected / 0.75, 0).to(dtype))
         assert torch.equal(function(x.contiguous() + 0, 0.0), plain(x.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", [dropout, relu_dropout_])
+def test_half_precision_drops_what_fp32_drops_and_rounds_once(function: Any, dtype: torch.dtype) -> None:
+    found = []
+    given, d_y = torch.randn(2, PIECE + 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for wide in (False, True):
+        x = (given.float() if wide else given).requires_grad_()
+        torch.manual_seed(0)
+        y = function(x + 0, RATE)
+        (d_x,) = torch.autograd.grad(y, x, d_y.to(x.dtype))
+        found.append((y.to(dtype), d_x.to(dtype)))
+    for half, rounded in zip(*found, strict=True):
+        assert torch.equal(half, rounded)
 
 
 def test_blocks_that_are_computed_again_drop_the_same_numbers() -> None:
