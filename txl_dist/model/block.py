@@ -18,6 +18,7 @@ from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.model.activation import ActivatedLinear, swiglu
 from txl_dist.model.dropout import dropout
 from txl_dist.model.kernels import rows
+from txl_dist.model.layer_norm import LayerNorm
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.positions import AttentionBiases, build_attention
 from txl_dist.model.prediction_order import OrderedMask
@@ -29,7 +30,7 @@ def build_norm(model: ModelSection) -> nn.Module:
     """Build the norm of hidden states that the setting `model.norm` names."""
     if model.norm == "rms":
         return RmsNorm(eps=model.norm_eps)
-    return nn.LayerNorm(model.width, eps=model.norm_eps)
+    return LayerNorm(model.width, eps=model.norm_eps)
 
 
 def build_residual_norm(model: ModelSection) -> nn.Module:

@@ -13,11 +13,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl_dist.model.dropout import dropout
 from txl_dist.model.kernels import attention_launch, rows
+from txl_dist.model.layer_norm import LayerNorm
 from txl_dist.model.rms_norm import RmsNorm
 
 
@@ -31,7 +32,7 @@ class Drop(NamedTuple):
     """Seed for the kernel, int64 [1]. It is None if no kernel applies the dropout, or if the rate is 0."""
 
 
-class ResidualLayerNorm(nn.LayerNorm):
+class ResidualLayerNorm(LayerNorm):
     """Module that adds a residual to a sublayer's output and applies layer norm to the sum."""
 
     def forward(self, residual: Tensor, update: Tensor, drop: Drop) -> tuple[Tensor, Tensor]:  # type: ignore[override]
