@@ -47,7 +47,7 @@ from torch.autograd.function import once_differentiable
 
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.prediction_order import OrderedMask
-from txl_dist.model.relative_attention import Terms, at_least_fp32
+from txl_dist.model.relative_attention import Terms
 
 
 def fused_relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dropout: float = 0.0) -> Tensor:
@@ -320,8 +320,7 @@ class _RelativeAttention(torch.autograd.Function):
             for block, mask_Bbk in zip(blocks, masks_Bbk, strict=True):
                 views = buffer.views(block, heads)
                 scores_Xbk = _scores(heads, block, mask_Bbk, views=views)
-                probabilities = torch.softmax(scores_Xbk, -1, dtype=at_least_fp32(scores_Xbk.dtype))
-                probabilities_Xbk = probabilities.to(scores_Xbk.dtype)
+                probabilities_Xbk = torch.softmax(scores_Xbk, -1)  # in half precision torch computes it in fp32
                 keep_Xbk = None
                 if dropout:
                     keep_Xbk = torch.empty_like(scores_Xbk, dtype=torch.bool).bernoulli_(1 - dropout)
