@@ -7,7 +7,7 @@ defaults are set explicitly in `deepspeed_config` or replaced here:
     gradients              averaged over micro-batches and ranks by DeepSpeed
     norm                   computed once, before the step. The step is skipped if the norm is not finite
     DeepSpeed's checks     receive this norm. If it is infinite, DeepSpeed cleans up as after an overflow
-    clipping, loss scale   one number, known on the host. On a GPU the optimizers divide by it
+    clipping, loss scale   one number, known on the host. On a GPU or in bf16 the optimizers divide by it
     Adam on a GPU          a kernel reads the gradients as they are and writes the model's weights (`adam_update`)
     checkpoints            named fragments of weights and optimizer state (`partitions`), not DeepSpeed's files
 """
@@ -120,17 +120,21 @@ class ZeroEngine(Engine):
         set_timeout(timeout_s=config.engine.start_timeout_s)
         self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
-        # On a CPU gradients are multiplied by a factor, as in earlier versions: a quotient differs in the last bits.
+        # On a CPU in fp32 DeepSpeed's functions and a factor on the gradients are kept. Other functions and a quotient
+        # would change the last bits of results of earlier versions.
+        may_round = (on_gpu or config.engine.precision == "bf16") and not self._offloads
         is_fused = self._base_optimizer.defaults.get("fused", False)
         first_tensor = self._partitions[0].tensor
         self._updates_by_kernel = self._stage in (1, 2) and kernel_updates(
             self._base_optimizer, first_tensor, setting=config.engine.attention
         )
-        self._update_divides = on_gpu and is_fused and not self._offloads and not self._updates_by_kernel
+        self._update_divides = may_round and is_fused and not self._updates_by_kernel
         if isinstance(self._base_optimizer, Muon):
             in_half = on_gpu and config.engine.precision == "bf16"
             self._assign_matrices(self._base_optimizer, matrices, ranks, in_half=in_half)
         self._take_over_checks()
+        if self._stage and may_round:
+            self._take_over_gradients()
         self._correct_deepspeed(ranks)
 
     def _store_parameters(self, config: Config, matrix_names: set[str]) -> nn.Module:
@@ -227,18 +231,15 @@ class ZeroEngine(Engine):
             _replace(optimizer, "unscale_and_clip_grads", lambda index, norm: self._rescale([groups[index].grad]))
         elif hasattr(optimizer, "fp32_groups"):  # stage 0 in half precision
             _replace(optimizer, "step", self._step_masters)
-        if self._stage and self._device.type == "cuda" and not self._offloads:
-            self._take_over_gradients()
         scaler = _loss_scaler(optimizer)
         if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
     def _take_over_gradients(self) -> None:
-        """Replace the functions of DeepSpeed that compute the norm and join the gradients, on a GPU.
+        """Replace the functions of DeepSpeed that compute the norm and join the gradients, on a GPU or in bf16.
 
         DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group. DeepSpeed also joins
-        gradients before it converts them. On a CPU, DeepSpeed's functions are kept. With other functions, the losses
-        after clipped steps would differ in the last bits from the losses of earlier versions.
+        gradients before it converts them.
         """
         self._compute_norm = self._norm_over_ranks
         if self._stage in (1, 2):
@@ -371,7 +372,7 @@ class ZeroEngine(Engine):
         """Set the number by which the next update divides the gradients. This number combines clipping
         and loss scale.
 
-        On a GPU torch's fused optimizers divide while they read the gradients, which saves a pass over the gradients.
+        On a GPU, or in bf16, torch's fused optimizers divide while they read the gradients, which saves a pass.
         """
         self._divisor = divisor
         if self._update_divides:
