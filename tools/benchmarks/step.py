@@ -11,6 +11,7 @@ weights, which `txl_dist.convert` converts, and must have its losses over 8 step
                          softmax over 60,000 words (cutoffs 10k, 20k, 40k, tied, one table), no dropout
             ptb          four layers of width 200 with 4 heads, feed-forward 800, T = M = 64, 32 lanes, 10,000 words
                          (cutoffs 2k, 5k), dropout 0.2
+            wide         as ptb, with six layers of width 512, feed-forward 2048 and 16 lanes
             quickstart   the sizes of configs/quickstart.toml, one micro-batch; in comparison with other codes without
                          the final norm, which they do not have
     --switches           measure instead the engine's step at the quickstart's sizes (32 lanes, one rank), with its own
@@ -76,6 +77,8 @@ def sizes_of(name: str, *, tiny: bool, last_norm: bool = True) -> Sizes:
         return Sizes(section, 600, 2, 16, 16)
     if name == "ptb":
         return Sizes(_section(4, 200, cutoffs=(2_000, 5_000), dropout=0.2), 10_000, 32, 64, 64)
+    if name == "wide":
+        return Sizes(_section(6, 512, cutoffs=(2_000, 5_000), dropout=0.2), 10_000, 16, 64, 64)
     if name == "quickstart":
         config = load_config(HERE.parents[1] / "configs" / "quickstart.toml")
         sizes = Sizes.of(config, vocab_size=4_096, num_lanes=config.train.microbatch_lanes)
@@ -202,7 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--peer-huggingface", action="store_true", help="compare with TransfoXL of the installed transformers"
     )
-    parser.add_argument("--sizes", choices=("wt103", "ptb", "quickstart"), default="wt103")
+    parser.add_argument("--sizes", choices=("wt103", "ptb", "wide", "quickstart"), default="wt103")
     parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="also measure our step at this commit")
     parser.add_argument(
         "--switches", action="store_true", help="measure the cost of each setting in tools/benchmarks/switches.py"
