@@ -144,7 +144,9 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
     else:
         kind = "cpu"
     columns = vocab_size + 16 * 8
-    chunk = min(max(CHUNK_LOGITS[kind], CHUNK_ROWS[kind] * columns), lanes * train.segment_len * columns)
+    chunk = max(CHUNK_LOGITS[kind], CHUNK_ROWS[kind] * columns)
+    if on_gpu:  # where a chunk may have more logits than there are
+        chunk = min(chunk, lanes * train.segment_len * columns)
     logits = 4 * chunk + 16 * lanes * train.segment_len * model.width
     values = memories + 2 * (model.num_layers * (per_layer + scores) + logits)
     if on_gpu:
