@@ -114,7 +114,9 @@ def _plan_stage(
     # XLNet's objective predicts tokens of whole segments only.
     eval_segment_len = train.segment_len if train.is_permutation else 1
     check_text(corpora, segment_len=train.segment_len, eval_segment_len=eval_segment_len, sample_prompt=prompt)
-    config = with_kept_scores(config, plan=plan, vocab_size=corpora.first.vocab_size, room=gpu_room(ranks.device))
+    room = gpu_room(ranks.device)
+    if room:  # on a CPU nothing is kept
+        config = with_kept_scores(config, plan=plan, vocab_size=corpora.first.vocab_size, room=room)
     return stage_context(config, settings, plan, ranks, corpora, steps=steps)
 
 
