@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Several processes run side by side in the tests: one thread each is fastest and the same everywhere.
@@ -15,7 +16,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import pytest
 import torch
 
-from tests.helpers import durations, starts
+from tests.helpers import durations, starts, warm_programs
 
 # The first fp64 exponential that several threads share is now and then of low accuracy (3e-9 instead of 1e-16, in 3 of
 # 120 processes; torch 2.13 with MKL): the threads race to set the library up. One that is too small to share does it.
@@ -48,6 +49,15 @@ def _forget_file_systems() -> None:
     if (memory := sys.modules.get("fsspec.implementations.memory")) is not None:
         memory.MemoryFileSystem.store.clear()
         memory.MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(scope="session")
+def warm_bin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a `txl` and a `python` that start at once."""
+    folder = tmp_path_factory.mktemp("bin")
+    with warm_programs.serve(folder) as server:
+        yield folder
+        server.shutdown()
 
 
 @pytest.hookimpl(tryfirst=True)

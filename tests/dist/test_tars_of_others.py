@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import webdataset
 
 from tests.helpers.corpora import random_texts
+from tests.helpers.launch import txl
 from txl_dist.data.prepare.run import prepare_corpus
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -64,7 +63,6 @@ def test_shards_of_three_programs_are_prepared_and_trained_on(tmp_path: Path) ->
     arguments += ["--train.num_lanes", "2", "--train.microbatch_lanes", "2", "--model.num_layers", "1"]
     arguments += ["--model.width", "16", "--model.num_heads", "1", "--model.head_width", "16", "--model.ff_width", "16"]
     arguments += ["--train.memory_len", "8", "--run.dir", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "txl_dist", "train", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = txl("train", *arguments, cwd=tmp_path, timeout_s=500)
     assert done.returncode == 0, done.stderr
     assert "done: 20 steps" in done.stdout + done.stderr

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import txl_dist
 from examples.music import MAJOR, is_allowed, made_up
-from tests.helpers.launch import txl
+from tests.helpers.launch import python, txl
 from tests.helpers.served import served
 from txl_dist.convert.huggingface_tokenizer import library_tokenizer
 from txl_dist.inference.language_model import LanguageModel
@@ -27,8 +26,7 @@ def ran(*words: str, cwd: Path) -> str:
 
 
 def music(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "music.py"), *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return python(str(ROOT / "examples" / "music.py"), *words, cwd=cwd)
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,35 @@
 resumes."""
 
 import csv
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import txl
-
 pytestmark = pytest.mark.slow
 
 
-def test_a_failing_run_is_a_row_and_a_finished_one_is_not_made_again(tmp_path: Path, config_file: Path) -> None:
+def test_a_failing_run_is_a_row_and_a_finished_one_is_not_made_again(
+    tmp_path: Path, config_file: Path, warm_bin: Path
+) -> None:
     # The third attention is for GPUs, which only the run itself finds missing.
     grid = ["--grid", "engine.attention=fused,plain,triton"]
-    words = ["sweep", str(config_file), *grid, "--jobs", "2", "--out", "found", "--train.max_steps", "4"]
-    result = txl(*words, cwd=tmp_path, timeout_s=300)
+    # Its runs are started by the same `python`, and are forked too.
+    command = [
+        str(warm_bin / "python"),
+        "-m",
+        "txl_dist",
+        "sweep",
+        str(config_file),
+        *grid,
+        "--jobs",
+        "2",
+        "--out",
+        "found",
+        "--train.max_steps",
+        "4",
+    ]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 1, result.stderr
     table = result.stdout.splitlines()
     assert table[0].split() == ["settings", "validation", "deviation", "seeds"]
@@ -31,7 +46,7 @@ def test_a_failing_run_is_a_row_and_a_finished_one_is_not_made_again(tmp_path: P
 
     logs = sorted((tmp_path / "found").glob("*.log"))
     before = [path.stat().st_mtime_ns for path in logs]
-    again = txl(*words, cwd=tmp_path, timeout_s=300)
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 1, again.stderr
     assert "2 of them done" in again.stderr
     changed = [path.name for path, old in zip(logs, before, strict=True) if path.stat().st_mtime_ns != old]

@@ -14,6 +14,7 @@ import os
 import runpy
 import socket
 import sys
+import types
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
@@ -91,17 +92,28 @@ def run_txl(*words: str) -> None:
 
 
 def run_python(*words: str) -> None:
-    """Run `python WORDS`, a program or `-m` and a module, in a process that has imported torch. Pass this function to
-    `start`."""
+    """Run `python WORDS`, a program, `-m` and a module, `-c` and a text, or `-` for a text on standard input, in a
+    process that has imported torch. Pass this function to `start`."""
     multiprocessing.set_start_method("fork", force=True)  # as in run_txl
+    if "PYTHONSAFEPATH" not in os.environ:
+        sys.path.insert(0, os.getcwd() if words[0].startswith("-") else str(Path(words[0]).parent))
     if words[0] == "-m":
         sys.argv = [*words[1:]]
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] in ("-c", "-"):
+        text, more = (words[1], words[2:]) if words[0] == "-c" else (sys.stdin.read(), words[1:])
+        sys.argv = [words[0], *more]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(text, "<string>", "exec"), main.__dict__)
     else:
         sys.argv = [*words]
-        sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
+
+
+def run_python_as(program: str, *words: str) -> None:
+    """Run `python WORDS` as `run_python` does. The Python processes that it starts itself are started by `program`."""
+    sys.executable = program
+    run_python(*words)
 
 
 def _enter(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.launch import python
 from txl_dist.config.load import config_from_dict, load_config
 from txl_dist.config.schema import ModelSection
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
@@ -27,8 +26,7 @@ ELSEWHERE = ProcessId("elsewhere", "", 7, 7)
 @pytest.mark.slow
 def test_three_hundred_damaged_files_give_no_traceback_and_no_hang() -> None:
     """In a process of its own: its watchdog needs the alarm that pytest's own limit uses."""
-    command = [sys.executable, "-m", "tools.checks.fuzz", "--cases", "300", "--seed", "3"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+    result = python("-m", "tools.checks.fuzz", "--cases", "300", "--seed", "3", cwd=ROOT, timeout_s=580)
     assert result.returncode == 0, result.stdout + result.stderr
     total = next(line for line in result.stdout.splitlines() if line.startswith("all "))
     assert total.split()[1] == "300"

@@ -14,6 +14,7 @@ import pytest
 
 import txl_dist
 from tests.helpers.bundles import make
+from tests.helpers.launch import python
 from tests.helpers.served import served
 from txl_dist.cli.main import main
 from txl_dist.errors import CheckpointError, ConfigError
@@ -66,9 +67,10 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
 def run_harness(
     *words: str, cwd: Path, module: str = "txl_dist.inference.lm_eval_adapter"
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *words]
-    environment = {**os.environ, **OFFLINE, "HF_HOME": str(cwd / "cache")}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**OFFLINE, "HF_HOME": str(cwd / "cache")}.items():
+            patch.setenv(name, value)
+        return python("-m", module, *words, cwd=cwd)
 
 
 def rolling_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,17 +19,27 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 
 
-def run(tool: str, *words: str) -> str:
-    result = python("-m", f"tools.benchmarks.{tool}", *words, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return str(result.stdout)
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(warm_bin: Path) -> Run:
+    """Run a tool and return what it prints. The processes that it starts are forked too."""
+
+    def run(tool: str, *words: str) -> str:
+        command = [str(warm_bin / "python"), "-m", f"tools.benchmarks.{tool}", *words]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
 
 
 def tables_in(path: Path) -> dict[str, list[dict[str, object]]]:
     return json.loads(path.read_text(encoding="utf-8"))["tables"]
 
 
-def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) -> None:
+def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(run: Run, tmp_path: Path) -> None:
     run("step", "--tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
     ((plain, ours, products, share),) = tables_in(tmp_path / "step.json").values()
     assert (plain["x by min"], plain["loss error"], plain["syncs"], ours["syncs"]) == (1.0, 0.0, 0, 0)
@@ -39,7 +49,7 @@ def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_a_step_is_timed_beside_another_checkout_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_step_is_timed_beside_another_checkout_in_a_process_of_its_own(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     words = ("--sizes", "ptb", "--against", str(ROOT), "--json", str(file))
     run("step", "--tiny", "--rounds", "1", *words)
@@ -62,12 +72,12 @@ def test_products_are_made_again_beside_what_the_step_reads_and_writes() -> None
     assert torch.equal(out, before)
 
 
-def test_the_softmax_of_a_gpu_moves_ten_bytes_per_logit() -> None:
+def test_the_softmax_of_a_gpu_moves_ten_bytes_per_logit(run: Run) -> None:
     counted = [float(row.split("│")[2]) for row in run("softmax", "--count").splitlines() if row[:1] == "│"]
     assert counted == [52.0, 10.0]
 
 
-def test_what_attention_launches_is_listed_by_recipe(tmp_path: Path) -> None:
+def test_what_attention_launches_is_listed_by_recipe(run: Run, tmp_path: Path) -> None:
     run("attention", "--launches", "--buffer-mib", "128", "--json", str(tmp_path / "launches.json"))
     (table,) = tables_in(tmp_path / "launches.json").values()
     assert {row["recipe"]: row["launches"] for row in table} == {
@@ -77,13 +87,12 @@ def test_what_attention_launches_is_listed_by_recipe(tmp_path: Path) -> None:
 
 def test_without_transformers_its_peer_says_what_to_install() -> None:
     program = "import sys; sys.modules['transformers'] = None; from tools.benchmarks import peers; peers.huggingface()"
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    result = python("-c", program, cwd=ROOT)
     assert result.returncode == 1
     assert "Install transformers==4.46.3" in result.stderr.splitlines()[-1]
 
 
-def test_generation_is_timed_alone_and_in_batches(tmp_path: Path) -> None:
+def test_generation_is_timed_alone_and_in_batches(run: Run, tmp_path: Path) -> None:
     checkout = str(ROOT)
     file = tmp_path / "decode.json"
     run("decode", "--tiny", "--rounds", "1", "--tokens", "2", "--against", checkout, "--json", str(file))
@@ -99,7 +108,7 @@ def test_a_commit_that_there_is_not_is_no_base_line() -> None:
     assert "--against no-such-commit is neither a folder nor a commit" in result.stderr.splitlines()[-1]
 
 
-def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(tmp_path: Path) -> None:
+def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
     run("evaluation", "--tiny", "--rounds", "1", "--lengths", "24", "--tokens", "8", "--json", str(file))
     (table,) = tables_in(file).values()
@@ -107,7 +116,7 @@ def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(tmp_
     assert all(float(str(row["loss error"])) < 1e-5 for row in table)
 
 
-def test_a_server_is_measured_with_vllms_names(tmp_path: Path) -> None:
+def test_a_server_is_measured_with_vllms_names(run: Run, tmp_path: Path) -> None:
     bundle = make(tmp_path / "made").bundle
     words = ["--num-prompts", "4", "--input-len", "3", "--output-len", "4", "--json", str(tmp_path / "serve.json")]
     printed = run("serve", str(bundle), *words, "--rounds", "1")

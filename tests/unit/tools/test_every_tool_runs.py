@@ -60,7 +60,7 @@ SMOKE: dict[str, list[str]] = {
     "checks/names": [],
     "checks/prose": ["--root", "CHECKOUT", "--places"],
     "checks/same_code": ["--before", ".", "--moves", "NO_MOVES", "--folders", "tools"],
-    "checks/many_ranks": ["--ranks", "4"],
+    "checks/many_ranks": ["--ranks", "2"],
     "checks/walk": ["--root", "CHECKOUT", "--list"],
     "experiments/clipping": ["--table"],
     "benchmarks/count_graphs": ["--steps", "2"],
@@ -106,7 +106,7 @@ ELSEWHERE: dict[str, str] = {
     "benchmarks/step_worker": "is started by benchmarks/step",
 }
 """Programs without a run here, and why, or which test runs them."""
-NIGHTLY = ("experiments/xlnet_probe", "experiments/studies")
+NIGHTLY = ("experiments/xlnet_probe", "experiments/studies", "benchmarks/prepare_cluster")
 """Programs whose smallest size takes long."""
 
 
@@ -189,15 +189,24 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in SMOKE]
 )
-def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tmp_path: Path) -> None:
-    """Forked, since 32 fresh processes would import torch for two minutes."""
+def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, warm_bin: Path, tmp_path: Path) -> None:
+    """Forked, with the processes that it starts, since each fresh one would import torch."""
     places = make_places(tmp_path, wanted=SMOKE[name])
     words = [places.get(word, word) for word in SMOKE[name]]
     variables = forked.environment(PYTHONPATH=checkout)
     out, err, stdin = tmp_path / "out.txt", tmp_path / "err.txt", tmp_path / "stdin.txt"
     stdin.write_text("\n")  # the allocator's benchmark makes a step per line
     files: dict[str, Path] = {"stdin": stdin, "out": out, "err": err}
-    process = forked.start(forked.run_python, "-m", module_of(name), *words, variables=variables, cwd=checkout, **files)
+    process = forked.start(
+        forked.run_python_as,
+        str(warm_bin / "python"),
+        "-m",
+        module_of(name),
+        *words,
+        variables=variables,
+        cwd=checkout,
+        **files,
+    )
     process.join(300)
     if process.is_alive():
         process.kill()

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.corpora import tiny_corpus
+from tests.helpers.launch import python
 from tests.helpers.tiny import tiny_config
 from txl_dist.config.load import Config, changed, plan_batch
 from txl_dist.data.loader.stream_state import first_state
@@ -251,8 +251,7 @@ def test_a_refused_run_leaves_nothing_and_a_flag_starts_it_whose_first_step_is_r
     )
 
     def train(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", PROGRAM, "train", *shlex.split(flags), *more]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        return python("-c", PROGRAM, "train", *shlex.split(flags), *more, cwd=tmp_path)
 
     refused = train()
     assert refused.returncode == 2

@@ -35,11 +35,11 @@ report.close()
 """
 
 
-def show(folder: Path, *, columns: int | None, **environment: str) -> tuple[list[str], str]:
+def show(folder: Path, warm_bin: Path, *, columns: int | None, **environment: str) -> tuple[list[str], str]:
     """(the lines of the log as a terminal of so many columns, or a pipe, got them, log.txt)."""
     words = [str(folder), json.dumps([["train", FULL], ["eval", EVAL_RECORD], ["memory", LOOK]])]
     own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}
-    command = [sys.executable, "-c", SCRIPT, *words]
+    command = [str(warm_bin / "python"), "-c", SCRIPT, *words]
     if columns is None:
         shown = subprocess.run(command, env=own | environment, cwd=ROOT, capture_output=True, text=True, check=True)
         text = shown.stderr
@@ -56,8 +56,10 @@ def plain(line: str) -> str:
 
 
 @pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
-def test_a_line_of_numbers_fits_the_terminal_and_log_txt_has_the_whole_line(tmp_path: Path, columns: int) -> None:
-    lines, log = show(tmp_path, columns=columns)
+def test_a_line_of_numbers_fits_the_terminal_and_log_txt_has_the_whole_line(
+    tmp_path: Path, warm_bin: Path, columns: int
+) -> None:
+    lines, log = show(tmp_path, warm_bin, columns=columns)
     assert len(lines) == 4
     assert max(len(plain(line)) for line in lines) <= columns
     assert all(word in lines[0] for word in ("loss 2.0000", "skipped 3", "damaged documents 2"))
@@ -66,8 +68,8 @@ def test_a_line_of_numbers_fits_the_terminal_and_log_txt_has_the_whole_line(tmp_
 
 
 @pytest.mark.parametrize("columns", [300, pytest.param(None, marks=pytest.mark.slow)])
-def test_a_wide_terminal_and_a_pipe_get_everything(tmp_path: Path, columns: int | None) -> None:
-    lines, log = show(tmp_path, columns=columns, **({} if columns else {"COLUMNS": "40"}))
+def test_a_wide_terminal_and_a_pipe_get_everything(tmp_path: Path, warm_bin: Path, columns: int | None) -> None:
+    lines, log = show(tmp_path, warm_bin, columns=columns, **({} if columns else {"COLUMNS": "40"}))
     assert plain(lines[0])[11:] == format_record("train", FULL, max_steps=1000)
     assert [plain(line).strip() for line in lines] == log.splitlines()
 
@@ -75,9 +77,9 @@ def test_a_wide_terminal_and_a_pipe_get_everything(tmp_path: Path, columns: int 
 @pytest.mark.slow
 @pytest.mark.parametrize(("columns", "no_color", "is_coloured"), [(80, "", True), (80, "1", False), (None, "", False)])
 def test_warnings_have_a_colour_on_a_terminal_only(
-    tmp_path: Path, columns: int | None, no_color: str, is_coloured: bool
+    tmp_path: Path, warm_bin: Path, columns: int | None, no_color: str, is_coloured: bool
 ) -> None:
-    lines, log = show(tmp_path, columns=columns, NO_COLOR=no_color)
+    lines, log = show(tmp_path, warm_bin, columns=columns, NO_COLOR=no_color)
     assert ("\x1b[33m" in lines[-1]) is is_coloured
     assert "\x1b[3" not in "".join(lines[:-1])
     assert "\x1b" not in log
