@@ -84,7 +84,7 @@ def test_two_nodes_are_reported_once_each_and_what_is_between_them_by_rank_0(tmp
 def test_who_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     port = forked.free_port()
     processes = [
-        start("--timeout-s", "6", rank=rank, world_size=4, local_rank=rank % 2, local_size=2, port=port, cwd=tmp_path)
+        start("--timeout-s", "4", rank=rank, world_size=4, local_rank=rank % 2, local_size=2, port=port, cwd=tmp_path)
         for rank in (0, 1, 2)
     ]
     (code, out, err), (silent_code, silent, _), (other_code, other, _) = ends(processes)
@@ -92,7 +92,7 @@ def test_who_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) ->
     assert (code, other_code, silent_code, silent) == (1, 1, 0, "")
     for text in (out, other):
         (line,) = [line for line in text.splitlines() if line.startswith("problem  all ")]
-        assert "rank 3 of 4 did not arrive within 6 s" in line
+        assert "rank 3 of 4 did not arrive within 4 s" in line
         assert "(ranks 0-2)" in line
 
 
@@ -106,7 +106,7 @@ def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_freezes_after_the_meeting_is_not_waited_for(tmp_path: Path) -> None:
-    port, words = forked.free_port(), ["--timeout-s", "6"]
+    port, words = forked.free_port(), ["--timeout-s", "4"]
     first = start(*words, rank=0, world_size=2, local_rank=0, local_size=1, port=port, cwd=tmp_path)
     frozen = start(
         *words,

@@ -18,7 +18,7 @@ def start(corpus: Path, *, rank: int, port: int, cwd: Path) -> ForkServerProcess
     """`txl train` on a rank of three, each on a machine of its own; `err-RANK` has what it says."""
     place = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
     variables = forked.environment(**place, MASTER_ADDR="127.0.0.1")
-    words = ["--data.path", str(corpus), "--run.dir", "run", "--engine.start_timeout_s", "5"]
+    words = ["--data.path", str(corpus), "--run.dir", "run", "--engine.start_timeout_s", "3"]
     return forked.start(forked.run_txl, "train", *words, variables=variables, cwd=cwd, err=cwd / f"err-{rank}")
 
 
@@ -30,7 +30,7 @@ def test_training_names_the_ranks_that_never_came_and_the_hosts_of_those_that_di
         errors = (tmp_path / f"err-{rank}").read_text(encoding="utf-8")
         assert process.exitcode == 2, errors
         (line,) = [line for line in errors.splitlines() if "txl train: error:" in line]
-        assert f"rank 1 of 3 did not arrive within 5 s. Only {os.uname().nodename} (ranks 0, 2) arrived. " in line
+        assert f"rank 1 of 3 did not arrive within 3 s. Only {os.uname().nodename} (ranks 0, 2) arrived. " in line
         assert "Traceback" not in errors
     assert not (tmp_path / "run").exists()
 
@@ -41,5 +41,5 @@ def test_training_without_rank_0_says_where_it_was_looked_for(tmp_path: Path) ->
     process.join(120)
     errors = (tmp_path / "err-1").read_text(encoding="utf-8")
     assert process.exitcode == 2, errors
-    assert f"found no rank 0 at 127.0.0.1:{port} in 5 s" in errors
+    assert f"found no rank 0 at 127.0.0.1:{port} in 3 s" in errors
     assert "Traceback" not in errors

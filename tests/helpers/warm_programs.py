@@ -9,6 +9,7 @@ would import torch forty times. The conftest has the folder with both programs a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socketserver
 import sys
@@ -41,7 +42,8 @@ class _Call(socketserver.StreamRequestHandler):
         if process.exitcode is None:  # who asked is gone, with the shell that a test has given up
             process.kill()
         process.join()
-        self.wfile.write(f"{process.exitcode}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # who asked may be gone
+            self.wfile.write(f"{process.exitcode}\n".encode())
 
 
 def serve(folder: Path) -> socketserver.ThreadingUnixStreamServer:

@@ -99,7 +99,7 @@ def test_a_job_that_kills_its_process_or_ends_or_hangs_costs_its_own_row(tmp_pat
 
 @pytest.mark.slow
 def test_jobs_that_the_time_does_not_reach_are_rows_that_say_so(tmp_path: Path) -> None:
-    found = rows_of("a hang b c", tmp_path, seconds=8, job_s=90)
+    found = rows_of("a hang b c", tmp_path, seconds=5, job_s=90)
     assert found == [
         ("a", ""),
         ("hang", "the section's time ended"),
