@@ -347,13 +347,13 @@ def save_permutation(ranks: RankInfo, run: str) -> dict[str, torch.Tensor]:
     for step in range(4):
         job.step(step)
     assert job.save(Path(run), step=4).error == ""
-    return memory_tensors(job.memories)
+    return memory_tensors(job.memories, width=32)
 
 
 def load_permutation(ranks: RankInfo, checkpoint: str) -> dict[str, torch.Tensor]:
     job = permutation_job(ranks)
     job.load(Path(checkpoint))
-    return memory_tensors(job.memories)
+    return memory_tensors(job.memories, width=32)
 
 
 def of_all_lanes(results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

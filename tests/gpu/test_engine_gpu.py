@@ -50,6 +50,24 @@ def test_all_ways_to_compute_attention_train_alike(tmp_path: Path, stage: int) -
         np.testing.assert_allclose(losses[attention], losses["plain"], rtol=2e-2)
 
 
+def padding_worker(ranks: RankInfo, stage: int) -> dict[str, list[float]]:
+    odd = {"width": 20, "head_width": 5, "ff_width": 18}
+    return {
+        pads: train_engine(
+            ranks,
+            tiny_config(model=odd, engine={"zero_stage": stage, "precision": "bf16", "pad_widths": pads}),
+            num_steps=20,
+        )[0]
+        for pads in ("off", "auto")
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_padded_widths_train_alike(tmp_path: Path, stage: int) -> None:
+    losses = run_ranks(padding_worker, stage, world_size=1, folder=tmp_path)[0]
+    np.testing.assert_allclose(losses["auto"], losses["off"], rtol=2e-2)
+
+
 def graphs_worker(ranks: RankInfo, stage: int, precision: str) -> list[list[float]]:
     return [
         train_engine(

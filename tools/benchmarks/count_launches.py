@@ -12,6 +12,8 @@ second step is counted. The table has a row per quantity:
                             of 65,536 values in one launch.
     Triton                  those of the launches that are our kernels; `attention` counts only attention's kernels
     a layer                 difference between the recipe and the recipe with one layer less
+    products, unaligned     matrix products of torch in which an operand's rows or columns do not begin at multiples of
+                            16 bytes. Count them with `--pad-widths off` and on too, for the effect of that setting.
     update                  gradient norm, decision, clipping and optimizer; one GPU exchanges nothing
     bytes per parameter     bytes that the update moves; an operand counts once, or twice if it is changed in place
     bytes per table value   bytes of the vocabulary's tables and of their gradients that are moved after products and
@@ -94,6 +96,8 @@ SELECTING = ("embedding", "index_select", "index", "gather", "scatter", "index_a
 operands."""
 IN_TWO = ("native_layer_norm_backward", "constant_pad_nd", "slice_backward", "select_backward")
 """Operations for which ATen launches two kernels: gradients of inputs and of weights, or zeros and a copy into them."""
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Operations that are matrix products."""
 BLOCKS, BLOCK_LEN, MOST_TENSORS = 320, 65_536, (110, 64, 48, 36, 30)
 """Limits of ATen's MultiTensorApply.cuh for one launch: blocks, values in a block, and tensors by number of lists."""
 
@@ -114,6 +118,8 @@ class Event(NamedTuple):
     scores_bytes: int = 0
     table_bytes: int = 0
     """Bytes of the vocabulary's tables and their gradients. It is 0 for `MAKES_GRADIENTS`."""
+    is_unaligned: bool = False
+    """True for a product with an operand that is not aligned (`is_aligned`)."""
 
 
 class Counter:
@@ -145,7 +151,9 @@ class Counter:
         tables = sum(count for tensor, count in operands if tensor.numel() in self.table_lens)
         if name in MAKES_GRADIENTS:
             tables = 0
-        self.events.append(Event(self.phase, self.region, name, launches, moved, logits, 0, 0, tables))
+        is_unaligned = name in PRODUCTS and not all(is_aligned(tensor) for tensor, _ in operands if tensor.dim() > 1)
+        event = Event(self.phase, self.region, name, launches, moved, logits, 0, 0, tables, is_unaligned)
+        self.events.append(event)
 
     def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
         """Record a launch of a Triton kernel. See `Recorder`."""
@@ -253,6 +261,12 @@ def span(tensor: Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
+def is_aligned(matrix: Tensor) -> bool:
+    """Return True if all rows (or columns, of a transposed matrix) begin at multiples of 16 bytes."""
+    starts = [stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True) if size > 1 and stride != 1]
+    return all(start * matrix.element_size() % 16 == 0 for start in (*starts, matrix.storage_offset()))
+
+
 def described(value: Any) -> Any:
     """Return the properties of an argument that determine how a kernel is compiled: the type of a tensor, or the value
     itself."""
@@ -269,6 +283,8 @@ class Counted(NamedTuple):
     num_parameters: int
     num_table_values: int
     """Number of values of the vocabulary's tables. It is 0 if the vocabulary is not in clusters."""
+    weight_bytes: int
+    """Bytes of the weights that the model computes with."""
 
 
 def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
@@ -284,10 +300,13 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
         engine = ZeroEngine(config, vocab_size=vocab_size, plan=plan, ranks=ranks)
         softmax = engine.model.softmax
         counter.logit_columns = columns_of(softmax.edges, num_tails=softmax.num_tails)
-        tables = [shape for name, shape in engine.shapes.items() if re.search(r"\.weight_\d+$", name)]
-        if not softmax.num_tails:
-            tables = []
-        num_table_values = sum(map(math.prod, tables))
+        slots = [slot for stored in engine.stored for slot in stored.slots]
+        if softmax.num_tails:
+            slots = [slot for slot in slots if re.search(r"\.weight_\d+$", slot.name)]
+        else:
+            slots = []
+        num_table_values = sum(math.prod(engine.shapes[slot.name]) for slot in slots)
+        tables = [slot.shape for slot in slots]
         counter.table_lens = {math.prod(table) for table in tables}
         if len(tables) == 1:
             counter.table_lens |= {rows * tables[0][1] for rows in rows_of(softmax.edges)}
@@ -305,7 +324,8 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
             engine.step(lr=1e-4, grad_norm=1.0)
             counter.phase = ""
         num_parameters = sum(math.prod(shape) for shape in engine.shapes.values())
-    return Counted(counter, maker, num_parameters, num_table_values)
+        weight_bytes = sum(stored.tensor.nbytes for stored in engine.stored)
+    return Counted(counter, maker, num_parameters, num_table_values, weight_bytes)
 
 
 @contextmanager
@@ -357,7 +377,8 @@ def columns_of(edges: Iterable[int], *, num_tails: int) -> set[int]:
 
 def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[str, Any]:
     """Count one step of a recipe and return its quantities."""
-    counter, maker, num_parameters, num_table_values = count(config, vocab_size=vocab_size, lanes=lanes)
+    counted = count(config, vocab_size=vocab_size, lanes=lanes)
+    counter, maker, num_parameters, num_table_values, weight_bytes = counted
     step = [event for event in counter.events if event.phase == "micro-step"]
     update = [event for event in counter.events if event.phase == "update"]
     attention = [event for event in step if event.programs and event.name in ATTENTION]
@@ -366,6 +387,10 @@ def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[
         "launches, micro-step": sum(event.launches for event in step),
         "of these Triton": sum(1 for event in step if event.programs),
         "attention": len(attention),
+        "micro-step, MB": sum(event.num_bytes for event in step) / 1e6,
+        "weights, MB": weight_bytes / 1e6,
+        "products, micro-step": sum(1 for event in step if event.name in PRODUCTS),
+        "products, unaligned": sum(1 for event in step if event.is_unaligned),
         "launches, update": sum(event.launches for event in update),
         "update, bytes per parameter": sum(event.num_bytes for event in update) / num_parameters,
         "update, MB": sum(event.num_bytes for event in update) / 1e6,
@@ -480,21 +505,21 @@ def shapes_sum(partition: Any) -> int:
     return sum(len(cluster.ids) for cluster in partition)
 
 
-def recipe_of(name: str, *, layers_less: int = 0) -> Config:
+def recipe_of(name: str, *, layers_less: int = 0, pad_widths: str = "auto") -> Config:
     """Return a recipe on one GPU with one micro-batch per step. Its number of lanes is from `RECIPES`."""
     config = load_config(CONFIGS / f"{name}.toml").model_dump(mode="json")
     lanes = RECIPES[name][1]
     config["train"] |= {"num_lanes": lanes, "microbatch_lanes": lanes}
     config["model"]["num_layers"] -= layers_less
-    config["engine"] |= {"cuda_graph": False, "precision": "bf16"}
+    config["engine"] |= {"cuda_graph": False, "precision": "bf16", "pad_widths": pad_widths}
     counted = Config.model_validate(config)
     plan = plan_batch(counted.train, world_size=1)
     return with_kept_scores(counted, plan=plan, vocab_size=RECIPES[name][0], room=SURE["cuda"] * MEMORY_BYTES)
 
 
-def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[str, Any]:
+def measured(name: str, *, steps: int, waves: bool, text: Path | None, pad_widths: str) -> dict[str, Any]:
     """Return all quantities of a recipe. Steps are counted in separate processes."""
-    whole, less = (in_fresh_process(name, layers_less=n, waves=waves and not n) for n in (0, 1))
+    whole, less = (in_fresh_process(name, layers_less=n, waves=waves and not n, pad_widths=pad_widths) for n in (0, 1))
     layer = {
         "launches, a layer": whole["launches, micro-step"] - less["launches, micro-step"],
         "attention, a layer": whole["attention"] - less["attention"],
@@ -514,10 +539,11 @@ def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[s
     return {"lanes": lanes, **kept, **layer, **graphs}
 
 
-def in_fresh_process(name: str, *, layers_less: int, waves: bool) -> dict[str, Any]:
+def in_fresh_process(name: str, *, layers_less: int, waves: bool, pad_widths: str) -> dict[str, Any]:
     """Return the result of `row_of` from a new process. Raises RuntimeError with the end of the child's error
     output."""
-    words = ["--child", name, "--layers-less", str(layers_less), *([] if waves else ["--no-waves"])]
+    words = ["--child", name, "--layers-less", str(layers_less), "--pad-widths", pad_widths]
+    words += [] if waves else ["--no-waves"]
     command = [sys.executable, "-m", "tools.benchmarks.count_launches", *words]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -550,6 +576,7 @@ def main() -> int:
     parser.add_argument("--no-waves", dest="waves", action="store_false", help="compile no kernels, and print no waves")
     parser.add_argument("--text", type=Path, metavar="FILE", help="also count the graphs of this text's words in order")
     parser.add_argument("--operations", action="store_true", help="also print a table of all operations and kernels")
+    parser.add_argument("--pad-widths", choices=("auto", "off"), default="auto", help="setting engine.pad_widths")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument(
         "--before", type=Path, metavar="FILE", help="file that --json wrote on an earlier commit, for comparison"
@@ -559,7 +586,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.child:
         config, (vocab_size, lanes) = (
-            recipe_of(arguments.child, layers_less=arguments.layers_less),
+            recipe_of(arguments.child, layers_less=arguments.layers_less, pad_widths=arguments.pad_widths),
             RECIPES[arguments.child],
         )
         print(json.dumps(row_of(config, vocab_size=vocab_size, lanes=lanes, waves=arguments.waves)))
@@ -567,7 +594,9 @@ def main() -> int:
     before = json.loads(arguments.before.read_text(encoding="utf-8"))["recipes"] if arguments.before else {}
     found: dict[str, dict[str, Any]] = {}
     for name in announced(arguments.recipes, what="recipe"):
-        found[name] = measured(name, steps=arguments.steps, waves=arguments.waves, text=arguments.text)
+        found[name] = measured(
+            name, steps=arguments.steps, waves=arguments.waves, text=arguments.text, pad_widths=arguments.pad_widths
+        )
         operations = found[name].pop("operations")
         print_table(name, compared(found[name], before.get(name, {})))
         if arguments.operations:

@@ -63,7 +63,6 @@ class AdaptiveEmbedding(nn.Module):
 
     def __init__(self, model: ModelSection, *, vocab_size: int) -> None:
         super().__init__()
-        self.width = model.width
         self.embed_width = model.embed_width_or_default()
         if model.scale_embedding:
             self.scale = math.sqrt(model.width)
@@ -118,7 +117,7 @@ class AdaptiveEmbedding(nn.Module):
         place = rows.new_empty(tokens_BT.numel() + 1)
         place.index_copy_(0, rows, row_numbers)
         hidden_SD = embedded.index_select(0, place[:-1])
-        hidden_BTD = hidden_SD.view(*tokens_BT.shape, self.width)
+        hidden_BTD = hidden_SD.view(*tokens_BT.shape, hidden_SD.shape[-1])
         return hidden_BTD * self.scale
 
     def _embed(self, i: int, ids: Tensor, *, sparse: bool = False) -> Tensor:

@@ -81,6 +81,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = model.num_heads
         self.head_width = model.head_width
+        self.stored_head_width = model.head_width
+        """Width of a head in storage. It is larger than the head width if the engine pads widths."""
         self.dropout = model.attention_dropout
         self.kernel = kernel
         self.norm_eps = model.norm_eps if model.query_key_norm else None
@@ -133,12 +135,12 @@ class Attention(nn.Module):
             if bias is not None:
                 products = products + F.pad(bias, (2 * bias.numel(), 0))
                 past = past + F.pad(bias, (bias.numel(), 0))
-        segment_BT3NH = products.view(*products.shape[:-1], 3, self.num_heads, self.head_width)
-        return segment_BT3NH, past.view(*past.shape[:-1], 2, self.num_heads, self.head_width)
+        segment_BT3NH = products.view(*products.shape[:-1], 3, self.num_heads, self.stored_head_width)
+        return segment_BT3NH, past.view(*past.shape[:-1], 2, self.num_heads, self.stored_head_width)
 
     def project_query(self, hidden_BTD: Tensor) -> Tensor:
         """Project hidden states to query_BTNH. The queries are normed if the model norms queries."""
-        query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
+        query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.stored_head_width))
         return self.qk_norm(query_BTNH)
 
     def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ class Attention(nn.Module):
         `prepare_kv` then makes the result ready for attention.
         """
         key_value: Tensor = self.key_value(hidden_BSD)
-        return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
+        return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.stored_head_width)
 
     def prepare_kv(self, key: Tensor, value: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
         """Apply the norm of keys and the mix of values to keys and values [..., H] of any positions.
@@ -174,14 +176,14 @@ class Attention(nn.Module):
         """
         if self.norm_eps is None:
             return heads
-        return rms_norm(heads, eps=self.norm_eps, gain=gain)
+        return rms_norm(heads, eps=self.norm_eps, gain=gain, width=self.head_width)
 
     def _check_encodings(self, encodings: object, *, num_distances: int) -> None:
         """Raise ConfigError if the result of the module `distance` cannot be used. A plugin can provide this module.
 
         The result must be a `RelativeEncodings` with `num_distances` distances.
         """
-        key_shape = (num_distances, self.num_heads, self.head_width)
+        key_shape = (num_distances, self.num_heads, self.stored_head_width)
         what = type(encodings).__name__
         if isinstance(encodings, RelativeEncodings):
             key_KNH, bias_KN = encodings
@@ -243,7 +245,7 @@ class Attention(nn.Module):
         assert key_BKNH is not None
         assert value_BKNH is not None
         query_BTNH = self.project_query(hidden_BTD)
-        terms = Terms(query_BTNH, key_BKNH, value_BKNH)
+        terms = Terms(query_BTNH, key_BKNH, value_BKNH, head_width=self.head_width)
         if distances is not None:
             key_KNH, bias_KN = distances
             terms = terms._replace(
@@ -272,6 +274,7 @@ class Attention(nn.Module):
             content_bias_NH=self.content_bias,
             position_bias_NH=self.position_bias,
             visible=visible,
+            head_width=self.head_width,
             dropout=self.dropout,
             keeps_scores=self.keeps_scores,
         )
@@ -419,9 +422,11 @@ def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: floa
     query = terms.query_BTNH.transpose(1, 2)
     key = terms.key_BKNH.transpose(1, 2)
     value = terms.value_BKNH.transpose(1, 2)
+    is_padded = terms.head_width not in (None, value.shape[-1])
+    scale = terms.scale if is_padded else None
     # Without cuDNN, which torch might choose: its backward gives NaN for some masked lengths (pytorch #196678).
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
         context_BNTH = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible.mask()[:, None], dropout_p=dropout
+            query, key, value, attn_mask=visible.mask()[:, None], dropout_p=dropout, scale=scale
         )
     return context_BNTH.transpose(1, 2)

@@ -29,14 +29,14 @@ from txl_dist.model.rms_norm import RmsNorm
 def build_norm(model: ModelSection) -> nn.Module:
     """Build the norm of hidden states that the setting `model.norm` names."""
     if model.norm == "rms":
-        return RmsNorm(eps=model.norm_eps)
+        return RmsNorm(eps=model.norm_eps, width=model.width)
     return LayerNorm(model.width, eps=model.norm_eps)
 
 
 def build_residual_norm(model: ModelSection) -> nn.Module:
     """Build the module that adds a residual and norms the sum. The setting `model.norm` names the norm."""
     if model.norm == "rms":
-        return ResidualRmsNorm(eps=model.norm_eps)
+        return ResidualRmsNorm(eps=model.norm_eps, width=model.width)
     return ResidualLayerNorm(model.width, eps=model.norm_eps)
 
 

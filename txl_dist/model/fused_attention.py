@@ -60,7 +60,7 @@ def fused_relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMa
         assert terms.content_bias_NH is not None
         terms = terms._replace(position_bias_NH=torch.zeros_like(terms.content_bias_NH))
     attend: Callable[..., Tensor] = _RelativeAttention.apply
-    return attend(*terms, visible, dropout, torch.is_grad_enabled())
+    return attend(*terms[:7], terms.scale, visible, dropout, torch.is_grad_enabled())
 
 
 class _Tile(NamedTuple):
@@ -112,7 +112,7 @@ class _Heads(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Inputs of attention, with the fields of `Terms`. Only the last field may be None."""
+    """Inputs of attention, with the tensors of `Terms`. Only `distance_bias_KN` may be None."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor
@@ -121,6 +121,8 @@ class _Inputs(NamedTuple):
     content_bias_NH: Tensor
     position_bias_NH: Tensor
     distance_bias_KN: Tensor | None
+    scale: float
+    """Factor of the scores, `Terms.scale`."""
 
     def blocks(self) -> list[_Block]:
         """Divide the queries into blocks of at most `block_len`."""
@@ -156,11 +158,6 @@ class _Inputs(NamedTuple):
             return GPU
         return CPU
 
-    def scale(self) -> float:
-        """Return H ** -0.5, by which scores are multiplied. H is the width of the values. Queries and keys can be
-        wider, because they can have additional columns for XLNet's segment terms."""
-        return float(self.value_BKNH.shape[-1] ** -0.5)
-
     def heads(self, group: slice) -> _Heads:
         """Prepare the inputs of a group of heads. Keys and values are copied only if the group has several heads."""
         query_nBTH = _head_major(self.query_BTNH[:, :, group])
@@ -168,7 +165,7 @@ class _Inputs(NamedTuple):
         value_nBKH = _head_major(self.value_BKNH[:, :, group])
         u_n11H = self.content_bias_NH[group, None, None]
         v_n11H = self.position_bias_NH[group, None, None]
-        scale = self.scale()
+        scale = self.scale
         content_query_nBTH = (query_nBTH + u_n11H).mul_(scale)
         position_query_nBTH = (query_nBTH + v_n11H).mul_(scale)
         distance_bias_nK = None
@@ -227,7 +224,7 @@ class _Gradients:
         B, T, N, H = like.shape
         K = inputs.key_BKNH.shape[1]
         num_distances = inputs.distance_KNH.shape[0]
-        self.scale = inputs.scale()
+        self.scale = inputs.scale
         self.query_BTNH = like.new_empty(B, T, N, H)
         self.key_NBKH = like.new_empty(N, B, K, H)
         self.value_NBKH = like.new_empty(N, B, K, inputs.value_BKNH.shape[-1])
@@ -300,14 +297,14 @@ class _Gradients:
 class _RelativeAttention(torch.autograd.Function):
     """Autograd function of `fused_relative_attention`.
 
-    Its arguments are the seven inputs, the mask, the dropout rate, and a flag. The flag says whether to keep the values
-    that the backward pass needs.
+    Its arguments are the seven tensors, the scale, the mask, the dropout rate, and a flag. The flag says whether to
+    keep the values that the backward pass needs.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        inputs = _Inputs(*arguments[:7])
-        visible, dropout, keeps = arguments[7:]
+        inputs = _Inputs(*arguments[:8])
+        visible, dropout, keeps = arguments[8:]
         context_BTNH = inputs.query_BTNH.new_empty(*inputs.query_BTNH.shape[:3], inputs.value_BKNH.shape[-1])
         context_NBTH = _head_major(context_BTNH)
         num_lanes = context_BTNH.shape[0]
@@ -332,7 +329,8 @@ class _RelativeAttention(torch.autograd.Function):
                 if keeps:
                     kept.append(probabilities_Xbk)
                     kept.append(keep_Xbk)
-        ctx.save_for_backward(*inputs, *kept)
+        ctx.save_for_backward(*inputs[:7], *kept)
+        ctx.scale = inputs.scale
         ctx.dropout = dropout
         return context_BTNH
 
@@ -340,7 +338,7 @@ class _RelativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_context_BTNH: Tensor) -> tuple[Tensor | None, ...]:
         saved_tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them then
-        inputs = _Inputs(*saved_tensors[:7])
+        inputs = _Inputs(*saved_tensors[:7], scale=ctx.scale)
         kept = saved_tensors[7:]
         dropout = ctx.dropout
         gradients = _Gradients(inputs)
@@ -365,7 +363,7 @@ class _RelativeAttention(torch.autograd.Function):
                 through_softmax(d_scores_Xbk, probabilities_Xbk, -1, d_scores_Xbk.dtype, grad_input=d_scores_Xbk)
                 views = buffer.views(block, heads)
                 gradients.add(d_scores_Xbk, heads, group, block, views=views, beta=beta)
-        return (*gradients.scaled(), None, None, None)
+        return (*gradients.scaled(), None, None, None, None)
 
 
 def _additive_mask(visible: AttentionMask | OrderedMask, block: _Block, *, like: Tensor) -> Tensor:

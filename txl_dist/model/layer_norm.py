@@ -11,19 +11,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimension, with weight and bias."""
+    """Layer norm over the last dimension, with weight and bias. Rows, weight and bias can be padded by columns of
+    zeros, and `normalized_shape` is their width without the padding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed rows of `x`, in the type of `x`."""
-        if x.is_cuda or x.dtype.itemsize != 2:
-            return super().forward(x)
-        normed: Tensor = _HalfLayerNorm.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
-        return normed
+        """Return the normed rows of `x`, in the type of `x`. Padding stays 0."""
+        (width,) = self.normalized_shape
+        if x.shape[-1] == width:
+            return _normed(x, self.weight, self.bias, self.eps)
+        normed = _normed(x[..., :width].contiguous(), self.weight[:width], self.bias[:width], self.eps)
+        return with_zero_columns(normed, x.shape[-1])
+
+
+def with_zero_columns(x: Tensor, width: int) -> Tensor:
+    """Return x [..., D] with columns of zeros at the end, [..., width]."""
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the normed rows of `x`, in the type of `x`."""
+    if x.is_cuda or x.dtype.itemsize != 2:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    normed: Tensor = _HalfLayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return normed
 
 
 class _HalfLayerNorm(torch.autograd.Function):

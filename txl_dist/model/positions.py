@@ -51,14 +51,14 @@ class SinusoidalDistances(nn.Linear):
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model.width, model.num_heads * model.head_width, bias=False)
-        self.head_width = model.head_width
+        self.num_heads = model.num_heads
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:  # type: ignore[override]
         """Project `encoding_KD`, the sinusoids of the distances. `num_distances` is the number of its rows."""
         assert encoding_KD is not None
         assert encoding_KD.shape[0] == num_distances
         projected_KI = super().forward(encoding_KD)
-        key_KNH = projected_KI.unflatten(-1, (-1, self.head_width))
+        key_KNH = projected_KI.unflatten(-1, (self.num_heads, -1))
         return RelativeEncodings(key_KNH, None)
 
 

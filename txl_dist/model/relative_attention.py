@@ -37,7 +37,8 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class Terms(NamedTuple):
-    """Inputs of an attention function. The last four fields are None for plain dot products of queries and keys."""
+    """Inputs of an attention function. For plain dot products of queries and keys, the fields from `distance_KNH` to
+    `distance_bias_KN` are None."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor
@@ -51,14 +52,21 @@ class Terms(NamedTuple):
     """Bias v, which term (d) uses. It is None if term (d) is learned or missing."""
     distance_bias_KN: Tensor | None = None
     """Learned term (d): one score per distance and head. The first row is for the distance K-1, the last for 0."""
+    head_width: int | None = None
+    """Width H of a head without padding. None means that it is the width of the values."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores, 1 / sqrt(H). Queries, keys and values can be wider than H by columns of zeros. Queries
+        and keys can also have additional columns for XLNet's segment terms."""
+        return float((self.head_width or self.value_BKNH.shape[-1]) ** -0.5)
 
 
 def relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dropout: float = 0.0) -> Tensor:
     """Attend by content and distance, in plain torch. Returns context_BTNH.
 
-    Every query must see at least one key. In a Transformer-XL each query sees itself. The scores are divided by the
-    square root of the values' width H. Queries and keys can be wider than H: additional columns hold XLNet's segment
-    terms.
+    Every query must see at least one key. In a Transformer-XL each query sees itself. The scores are multiplied by
+    `terms.scale`.
     """
     assert terms.distance_KNH is not None
     assert terms.content_bias_NH is not None
@@ -92,8 +100,7 @@ def relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dr
     # Terms (a) and (c) are added to them, and the sum is scaled.
     keys = terms.key_BKNH.permute(2, 0, 3, 1).reshape(N * B, H, K)
     value_width = terms.value_BKNH.shape[-1]
-    scale = value_width**-0.5
-    scores = torch.baddbmm(shifted_bd, content_queries, keys, beta=scale, alpha=scale)
+    scores = torch.baddbmm(shifted_bd, content_queries, keys, beta=terms.scale, alpha=terms.scale)
 
     scores_NBTK = scores.view(N, B, T, K)
     scores_NBTK.masked_fill_(~visible.mask(), float("-inf"))

@@ -4,6 +4,9 @@
 pre-norm uses the sum too. `residual_sum` returns only the sum, for the end of a pre-norm layer. Torch's operations
 replace the kernel where it cannot run (see `kernels.rows.runs`).
 
+The engine can pad hidden states by columns of zeros. A norm then divides by the width without them, and its results
+have zeros there.
+
 Shapes: hidden states of any shape [..., D], R rows of D numbers.
 """
 
@@ -40,7 +43,8 @@ class ResidualLayerNorm(LayerNorm):
         if not drop.by_kernel:
             total = residual + dropout(update, drop.rate)
             return total, super().forward(total)
-        return _by_kernel(residual, update, drop, self.weight, self.bias, self.eps)
+        (width,) = self.normalized_shape
+        return _by_kernel(residual, update, drop, self.weight, self.bias, self.eps, width=width)
 
 
 class ResidualRmsNorm(RmsNorm):
@@ -51,7 +55,7 @@ class ResidualRmsNorm(RmsNorm):
         if not drop.by_kernel:
             total = residual + dropout(update, drop.rate)
             return total, super().forward(total)
-        return _by_kernel(residual, update, drop, None, None, self.eps)
+        return _by_kernel(residual, update, drop, None, None, self.eps, width=self.width)
 
 
 def residual_sum(residual: Tensor, update: Tensor, drop: Drop) -> Tensor:
@@ -64,12 +68,22 @@ def residual_sum(residual: Tensor, update: Tensor, drop: Drop) -> Tensor:
 
 
 def _by_kernel(
-    residual: Tensor, update: Tensor, drop: Drop, weight: Tensor | None, bias: Tensor | None, eps: float | None
+    residual: Tensor,
+    update: Tensor,
+    drop: Drop,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    *,
+    width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (sum, normed sum) by the kernels. `_ResidualNorm` says which arguments may be None."""
+    """Compute (sum, normed sum) by the kernels. `_ResidualNorm` says which arguments may be None.
+
+    `width` is the width of the rows without padding. None means that they are not padded.
+    """
     threshold = attention_launch.threshold_of(drop.rate)
     total, normed = _ResidualNorm.apply(  # type: ignore[no-untyped-call]
-        residual.contiguous(), update.contiguous(), weight, bias, drop.seed, threshold, eps
+        residual.contiguous(), update.contiguous(), weight, bias, drop.seed, threshold, eps, width
     )
     return total, normed
 
@@ -77,7 +91,8 @@ def _by_kernel(
 class _ResidualNorm(torch.autograd.Function):
     """Autograd function with results (sum, normed sum), by the kernels.
 
-    If `eps` is None, there is no norm. If `weight` is None, the norm is a division by the root mean square.
+    If `eps` is None, there is no norm. If `weight` is None, the norm is a division by the root mean square. `count` is
+    the number of columns without padding, or None for all columns.
     """
 
     @staticmethod
@@ -90,6 +105,7 @@ class _ResidualNorm(torch.autograd.Function):
         seed: Tensor | None,
         threshold: int,
         eps: float | None,
+        count: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         width = residual.shape[-1]
@@ -103,7 +119,7 @@ class _ResidualNorm(torch.autograd.Function):
             scale = residual.new_empty(num_rows, dtype=torch.float32)
             if weight is not None:
                 mean = torch.empty_like(scale)
-        num_tiles, constants = _tiles(num_rows, width)
+        num_tiles, constants = _tiles(num_rows, width, count)
         inputs = (residual, update, weight, bias, seed)
         outputs = (total, normed, mean, scale)
         rows.start("residual_norm", (num_tiles,), *inputs, *outputs, num_rows, threshold, eps, **constants)
@@ -113,6 +129,7 @@ class _ResidualNorm(torch.autograd.Function):
             kept_total = total
         ctx.save_for_backward(kept_total, mean, scale, weight, seed)
         ctx.threshold = threshold
+        ctx.count = count
         return total, normed
 
     @staticmethod
@@ -125,10 +142,10 @@ class _ResidualNorm(torch.autograd.Function):
         else:
             like = d_normed
         if like is None:
-            return (None,) * 7
+            return (None,) * 8
         width = like.shape[-1]
         num_rows = like.numel() // width
-        num_tiles, constants = _tiles(num_rows, width)
+        num_tiles, constants = _tiles(num_rows, width, ctx.count)
         num_programs = min(num_tiles, rows.MAX_PARTS)
         # Without a norm the gradient of the residual is the gradient of the sum.
         if d_normed is None:
@@ -159,13 +176,14 @@ class _ResidualNorm(torch.autograd.Function):
             d_residual = d_sum
         if d_update is None:
             d_update = d_residual
-        return d_residual, d_update, d_weight, d_bias, None, None, None
+        return d_residual, d_update, d_weight, d_bias, None, None, None, None
 
 
-def _tiles(num_rows: int, width: int) -> tuple[int, dict[str, int]]:
-    """Return (number of tiles of rows, compile-time arguments of the kernels)."""
+def _tiles(num_rows: int, width: int, count: int | None) -> tuple[int, dict[str, int]]:
+    """Return (number of tiles of rows, compile-time arguments of the kernels). `count` is that of `_ResidualNorm`."""
     columns = max(16, 1 << (width - 1).bit_length())
     tile_rows = max(1, rows.TILE_LEN // columns)
     num_tiles = math.ceil(num_rows / tile_rows)
     num_warps = 4 * max(1, columns // rows.TILE_LEN)
-    return num_tiles, {"D": width, "BLOCK_D": columns, "ROWS": tile_rows, "num_warps": num_warps}
+    widths = {"D": width, "COUNT": count or width, "BLOCK_D": columns}
+    return num_tiles, {**widths, "ROWS": tile_rows, "num_warps": num_warps}

@@ -6,6 +6,7 @@ passes over the numbers.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,8 +16,16 @@ from torch import Tensor, nn
 from txl_dist.model.relative_attention import at_least_fp32
 
 
-def rms_norm(x: Tensor, *, eps: float, gain: float = 1.0) -> Tensor:
-    """Compute gain x / sqrt(mean of x^2 + eps). The mean is over the last dimension."""
+def rms_norm(x: Tensor, *, eps: float, gain: float = 1.0, width: int | None = None) -> Tensor:
+    """Compute gain x / sqrt(mean of x^2 + eps). The mean is over the last dimension.
+
+    If the last dimension is padded by zeros, `width` is its size without them. The mean is then over `width` values.
+    """
+    if width is not None and width != x.shape[-1]:
+        # The mean below divides by the padded size.
+        share = width / x.shape[-1]
+        eps *= share
+        gain *= math.sqrt(share)
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     if x.is_cuda or not needs_gradient:
         normed = F.rms_norm(x, x.shape[-1:], eps=eps)
@@ -27,15 +36,16 @@ def rms_norm(x: Tensor, *, eps: float, gain: float = 1.0) -> Tensor:
 
 
 class RmsNorm(nn.Module):
-    """Module that applies `rms_norm` to hidden states."""
+    """Module that applies `rms_norm` to hidden states. `width` is their width without padding."""
 
-    def __init__(self, *, eps: float) -> None:
+    def __init__(self, *, eps: float, width: int | None = None) -> None:
         super().__init__()
         self.eps = eps
+        self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm hidden states of any shape over the last dimension."""
-        return rms_norm(x, eps=self.eps)
+        return rms_norm(x, eps=self.eps, width=self.width)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -25,6 +25,7 @@ from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.block import Block, ResidualMix, build_norm
 from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
+from txl_dist.model.layer_norm import with_zero_columns
 from txl_dist.model.memory import AttentionMask, Memory, build_mask, empty_memory
 from txl_dist.model.positions import attention_biases, distance_encoding
 from txl_dist.model.prediction_order import OrderedMask, PredictionOrder, build_ordered_mask
@@ -61,6 +62,8 @@ class TransformerXL(nn.Module):
         self.vocab_size = vocab_size
         self.recompute_every = recompute_every
         self.memory_lens = tuple(memory_lens)
+        self.stored_width = model.width
+        """Width of hidden states in storage. It is larger than the model width if the engine pads widths."""
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
         if model.share_biases:
             num_biases = 1
@@ -95,7 +98,7 @@ class TransformerXL(nn.Module):
         """Make a memory that contains no token yet, in this model's compute type and on its device."""
         lens = self.memory_of_layers(memory_len)
         weight = self.embedding.weight(0)
-        return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=weight)
+        return empty_memory(lens, num_lanes=num_lanes, width=self.stored_width, like=weight)
 
     def memory_of_layers(self, memory_len: int) -> tuple[int, ...]:
         """Return the number of tokens that each layer remembers. `memory_len` is the length of the longest memory."""
@@ -187,9 +190,10 @@ class TransformerXL(nn.Module):
 
     def _encoding(self, num_distances: int, *, like: Tensor, num_negative: int = 0) -> Tensor:
         section = self.section
-        return distance_encoding(
+        encoding_KD = distance_encoding(
             num_distances, width=section.width, clamp_len=section.clamp_len, like=like, num_negative=num_negative
         )
+        return with_zero_columns(encoding_KD, like.shape[-1])
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
         if self.training:

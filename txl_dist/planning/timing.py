@@ -420,7 +420,8 @@ def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
 def _newton_schulz_flops(model: ModelSection) -> float:
     """Return the operations of one update of all matrices by Newton-Schulz iterations."""
     shapes = _matrix_shapes(model)
-    return 2.0 * NUM_ITERATIONS * sum(Matrix("", 0, rows, columns).multiplications for rows, columns in shapes)
+    matrices = [Matrix("", 0, *shape, longest=max(shape)) for shape in shapes]
+    return 2.0 * NUM_ITERATIONS * sum(matrix.multiplications for matrix in matrices)
 
 
 def _host_s(work: Work, gpu: Gpu, program: Program, *, computing: float) -> float:

@@ -48,6 +48,8 @@ def test_the_whole_step_of_a_recipe_is_counted(counted: tuple[dict[str, Any], st
     assert found["softmax, bytes per logit"] >= 3 * 2
     assert found["attention, MB a layer"] > found["of these scores"] > 0
     assert found["graphs, Zipf"] == 1
+    assert found["products, micro-step"] > found["products, unaligned"] == 0
+    assert found["weights, MB"] > 2 * 41
     assert all(title in printed for title in ("before", "now / before"))
 
 

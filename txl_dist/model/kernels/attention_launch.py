@@ -299,7 +299,14 @@ def triton_relative_attention(
     query, key, value, *others = terms[:6]
     key_value = torch.stack([key, value], 2)
     return _attend(
-        query.unsqueeze(2), key_value, None, *others, visible=visible, dropout=dropout, keeps_scores=keeps_scores
+        query.unsqueeze(2),
+        key_value,
+        None,
+        *others,
+        visible=visible,
+        scale=terms.scale,
+        dropout=dropout,
+        keeps_scores=keeps_scores,
     )
 
 
@@ -311,18 +318,30 @@ def triton_attention_of_products(
     content_bias_NH: Tensor,
     position_bias_NH: Tensor,
     visible: AttentionMask,
+    head_width: int | None = None,
     dropout: float = 0.0,
     keeps_scores: bool = False,
 ) -> Tensor:
     """Attend with the Triton kernels to the results of fused projections. Returns context_BTNH.
 
     `segment_BT3NH` holds queries, keys and values of the segment. `past_BM2NH` holds keys and values of the memory. The
-    kernels read these tensors without copies, and each tensor gets one gradient. With `keeps_scores` the distance
-    scores are kept for the backward pass.
+    kernels read these tensors without copies, and each tensor gets one gradient. `head_width` is the width of a head
+    without padding. None means that heads are not padded. With `keeps_scores` the distance scores are kept for the
+    backward pass.
     """
+    scale = (head_width or segment_BT3NH.shape[-1]) ** -0.5
     past = past_BM2NH if past_BM2NH.shape[1] else None
     others = (distance_KNH, content_bias_NH, position_bias_NH)
-    return _attend(segment_BT3NH, None, past, *others, visible=visible, dropout=dropout, keeps_scores=keeps_scores)
+    return _attend(
+        segment_BT3NH,
+        None,
+        past,
+        *others,
+        visible=visible,
+        scale=scale,
+        dropout=dropout,
+        keeps_scores=keeps_scores,
+    )
 
 
 def _attend(
@@ -331,6 +350,7 @@ def _attend(
     past_BM2NH: Tensor | None,
     *others: Tensor | None,
     visible: AttentionMask,
+    scale: float,
     dropout: float,
     keeps_scores: bool,
 ) -> Tensor:
@@ -350,6 +370,7 @@ def _attend(
         visible.key_document_BK.contiguous(),
         seed,
         visible.oldest,
+        scale,
         threshold_of(dropout),
         keeps_scores,
     )
@@ -643,11 +664,11 @@ class _Attention(torch.autograd.Function):
         key_document: Tensor,
         seed: Tensor | None,
         oldest: int | None,
+        scale: float,
         threshold: int,
         keeps_scores: bool,
     ) -> Tensor:
         head_width = segment.shape[-1]
-        scale = head_width**-0.5
         padding = -head_width % HEAD_WIDTH_MULTIPLE
         leaves: list[Any] = [segment, key_value, past, distance, content_bias, position_bias]
         if padding:
@@ -748,7 +769,7 @@ class _Attention(torch.autograd.Function):
         d_leaves: list[Tensor | None] = [d_segment, d_key_value, d_past, *sums]
         if head_width != H:
             d_leaves = _with_width(d_leaves, head_width)
-        return *d_leaves, None, None, None, None, None, None
+        return *d_leaves, None, None, None, None, None, None, None
 
 
 def _with_width(tensors: Sequence[Tensor | None], width: int) -> list[Tensor | None]:

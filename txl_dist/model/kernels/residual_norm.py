@@ -8,6 +8,9 @@ gradient of a layer norm's gains and biases. `sum_all` adds the parts.
 There are no atomics, so the result is always the same. Statistics are in fp32. They are computed from the rounded sum,
 because the backward pass and the next layer see only the rounded sum.
 
+Rows can be padded by columns of zeros. COUNT is their number of columns without padding, by which sums are divided. A
+mean is not subtracted from the padding, so the padding of all results is 0.
+
 Shapes: R rows (one per token), D width of a row. MEAN and SCALE are [R] in fp32, and all other tensors are contiguous
 RD. Without WEIGHT the norm is a division by the root mean square. Without NORMED (D_NORMED) there is no norm.
 """
@@ -32,6 +35,12 @@ def places(row, num_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
     place = row.to(tl.int64)[:, None] * D + column[None, :]
     mask = (row < num_rows)[:, None] & (column < D)[None, :]
     return place, mask
+
+
+@triton.jit
+def without_padding(mask, COUNT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask without the padding at the end of the rows."""
+    return mask & (tl.arange(0, BLOCK_D) < COUNT)[None, :]
 
 
 @triton.jit
@@ -69,6 +78,7 @@ def residual_norm(
     threshold,
     eps,
     D: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -84,10 +94,10 @@ def residual_norm(
     if NORMED is not None:
         unit = total.to(tl.float32)
         if WEIGHT is not None:
-            mean = tl.sum(unit, 1) / D
+            mean = tl.sum(unit, 1) / COUNT
             tl.store(MEAN + row, mean, mask=row < num_rows)
-            unit = tl.where(mask, unit - mean[:, None], 0.0)
-        mean_square = tl.sum(unit * unit, 1) / D
+            unit = tl.where(without_padding(mask, COUNT, BLOCK_D), unit - mean[:, None], 0.0)
+        mean_square = tl.sum(unit * unit, 1) / COUNT
         scale = tl.rsqrt(mean_square + eps)
         tl.store(SCALE + row, scale, mask=row < num_rows)
         unit = unit * scale[:, None]
@@ -111,6 +121,7 @@ def residual_norm_gradients(
     num_rows,
     threshold,
     D: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -131,16 +142,16 @@ def residual_norm_gradients(
             scale = tl.load(SCALE + row, mask=row < num_rows, other=0.0)
             if WEIGHT is not None:
                 mean = tl.load(MEAN + row, mask=row < num_rows, other=0.0)
-                centred = tl.where(mask, unit - mean[:, None], 0.0)
+                centred = tl.where(without_padding(mask, COUNT, BLOCK_D), unit - mean[:, None], 0.0)
                 unit = centred * scale[:, None]
                 d_weight += d_unit * unit
                 d_bias += d_unit
                 d_unit = d_unit * gains(WEIGHT, D, ROWS, BLOCK_D)
-                d_mean = tl.sum(d_unit, 1) / D
-                d_total -= d_mean[:, None]
+                d_mean = tl.sum(d_unit, 1) / COUNT
+                d_total -= tl.where(without_padding(mask, COUNT, BLOCK_D), d_mean[:, None], 0.0)
             else:
                 unit = unit * scale[:, None]
-            along_unit = tl.sum(d_unit * unit, 1) / D
+            along_unit = tl.sum(d_unit * unit, 1) / COUNT
             d_total += d_unit - unit * along_unit[:, None]
             d_total = d_total * scale[:, None]
         if D_SUM is not None:

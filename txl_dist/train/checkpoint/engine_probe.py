@@ -46,7 +46,7 @@ def make_probe(
     if tokens is None:
         tokens = probe_tokens(engine.model.vocab_size)
     model = engine.model
-    memory = empty_memory(memory_lens, num_lanes=1, width=model.section.width, like=model.embedding.weight(0))
+    memory = empty_memory(memory_lens, num_lanes=1, width=model.stored_width, like=model.embedding.weight(0))
     losses = []
     matmul_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

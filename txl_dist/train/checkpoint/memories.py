@@ -3,7 +3,8 @@
 Checkpoints store memories by lane and not by rank, so another number of ranks can read them. A file has the memories of
 some lanes: `hidden` [L, B, M, D] and `document` [B, M]. Here L is the number of layers, B the number of lanes, M the
 memory length and D the width. If the layers have different memory lengths, the file has `hidden.0` [B, M_0, D],
-`hidden.1` and so on instead of `hidden`.
+`hidden.1` and so on instead of `hidden`. If the engine pads hidden states (`engine.pad_widths`), files contain no
+padding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from txl_dist.config.load import BatchPlan
 from txl_dist.errors import CheckpointError
+from txl_dist.model.layer_norm import with_zero_columns
 from txl_dist.model.memory import EMPTY, Memory, attended
 from txl_dist.train.checkpoint.fragments import reading
 from txl_dist.train.checkpoint.validate import hidden_names, lane_files, lanes_of
@@ -35,11 +37,15 @@ def first_memories(engine: Engine, plan: BatchPlan, *, memory_len: int, initial:
     return (memory,) * plan.num_microbatches
 
 
-def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint file that stores these memories, joined along the lanes (batch rows) in
-    order."""
+def memory_tensors(memories: Sequence[Memory], *, width: int) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint file that stores these memories, joined along the lanes (batch rows) in order.
+
+    `width` is the model width D. Columns after it are padding, and are not stored.
+    """
     hidden_of_memories = [memory.hidden for memory in memories]
-    hidden = [torch.cat(parts) for parts in zip(*hidden_of_memories, strict=True)]
+    hidden = []
+    for parts in zip(*hidden_of_memories, strict=True):
+        hidden.append(torch.cat([hidden_BMD[..., :width] for hidden_BMD in parts]))
     document_BM = torch.cat([memory.document_BM for memory in memories])
     shapes = {hidden_BMD.shape for hidden_BMD in hidden}
     if len(shapes) == 1:
@@ -52,7 +58,7 @@ def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
 def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, ...]:
     """Read the memories of these lanes from a checkpoint, one memory per micro-batch.
 
-    The results have the same lengths, type and device as the memory `like`.
+    The results have the same lengths, type, device and padding as the memory `like`.
     """
     memory_lens = [hidden_BMD.shape[1] for hidden_BMD in like.hidden]
     memory = resized(load_lane_memory(folder, lanes=lanes), memory_lens)
@@ -62,7 +68,8 @@ def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, 
         rows = slice(start, start + microbatch_lanes)
         hidden = []
         for hidden_BMD, like_BMD in zip(memory.hidden, like.hidden, strict=True):
-            hidden.append(hidden_BMD[rows].contiguous().to(like_BMD))
+            padded_BMD = with_zero_columns(hidden_BMD[rows], like_BMD.shape[-1])
+            hidden.append(padded_BMD.contiguous().to(like_BMD))
         document_BM = memory.document_BM[rows].contiguous().to(like.document_BM)
         memories.append(Memory(tuple(hidden), document_BM))
     return tuple(memories)

@@ -47,6 +47,8 @@ class Matrix(NamedTuple):
     """Place of the matrix's first value in the flattened parameter."""
     rows: int
     columns: int
+    longest: int
+    """Number of rows or columns, whichever is larger, without padding. The size of an update depends on it."""
 
     @property
     def length(self) -> int:
@@ -66,16 +68,22 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
     return name.startswith("blocks.") and name.endswith(".weight") and "norm." not in name and len(shape) == 2
 
 
-def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
-    """Return the matrices in a parameter. Muon orthogonalizes each matrix by itself. The list is empty for a parameter
-    that Muon does not orthogonalize."""
+def matrices_of(name: str, shape: Sequence[int], *, stored: Sequence[int] | None = None) -> list[Matrix]:
+    """Return the matrices in a parameter of this shape. Muon orthogonalizes each matrix by itself. The list is empty
+    for a parameter that Muon does not orthogonalize.
+
+    `stored` is the shape in storage, if the engine pads the parameter by zeros. Muon orthogonalizes the padded
+    matrices. Products with zeros are 0, so the padding of the results is 0.
+    """
     if not is_matrix(name, shape):
         return []
     layer = name.split(".")[-2]
     count = STACKED.get(layer, 1)
-    rows = shape[0] // count
-    columns = shape[1]
-    return [Matrix(name, index * rows * columns, rows, columns) for index in range(count)]
+    longest = max(shape[0] // count, shape[1])
+    stored = stored or shape
+    rows = stored[0] // count
+    columns = stored[1]
+    return [Matrix(name, index * rows * columns, rows, columns, longest) for index in range(count)]
 
 
 class Range(NamedTuple):
@@ -249,7 +257,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(tensors, 1 - lr * group["weight_decay"])
         for part, x in assignment.orthogonalize(updates, dtype=self._dtype):
             matrix = assignment.matrices[part.matrix]
-            rate = 0.2 * math.sqrt(max(matrix.rows, matrix.columns)) * lr
+            rate = 0.2 * math.sqrt(matrix.longest) * lr
             weight = tensors[part.tensor].view(-1)
             weight[part.offset : part.offset + part.length].add_(x.to(weight.device), alpha=-rate)
 

@@ -3,7 +3,7 @@
 ZeRO cuts the fp32 weights and the optimizer's moments into flat tensors, differently for each stage and number of
 ranks. A `Partition` is one such tensor, with the places of the pieces of parameters in it. `fragments` yields the
 pieces as views, each with the name of its parameter and its place in the parameter. So a checkpoint can be loaded at
-any stage, on any number of ranks.
+any stage, on any number of ranks. Partitions contain the padding of widths (`engine.padding`), and fragments do not.
 
     stage 0        a partition per parameter, whole, on every rank
     stages 1, 2    a partition per parameter group: this rank's slice of all its parameters, one after the other
@@ -14,13 +14,14 @@ This module reads attributes of DeepSpeed's optimizers (0.19), but does not impo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from txl_dist.train.engine.flat import Slot, Stored
+from txl_dist.train.engine.padding import PaddedAxes
 
 WEIGHT = "weight"
 """Name of the fp32 weights among the values of a fragment."""
@@ -52,7 +53,8 @@ class Partition(NamedTuple):
 class Fragment(NamedTuple):
     """Piece of a parameter with its weights and optimizer state, as a checkpoint stores it.
 
-    `values` maps a kind (`weight`, or a name in the optimizer's state such as `exp_avg`) to a 1-D fp32 view.
+    `values` maps a kind (`weight`, or a name in the optimizer's state such as `exp_avg`) to a 1-D fp32 view, or to a
+    copy if the parameter is padded.
     """
 
     parameter: str
@@ -127,8 +129,13 @@ def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
         offset += slice_len
 
 
-def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
-    """Yield the pieces of the partitions with their values, as views. `optimizer` is the torch optimizer."""
+def fragments(
+    partitions: list[Partition], optimizer: torch.optim.Optimizer, *, padded: Mapping[str, PaddedAxes]
+) -> Iterator[Fragment]:
+    """Yield the pieces of the partitions with their values. `optimizer` is the torch optimizer.
+
+    Values of the parameters in `padded` are copies, without padding. All other values are views.
+    """
     for tensor, pieces in partitions:
         state = optimizer.state.get(tensor, {})
         values = {WEIGHT: tensor}
@@ -140,7 +147,13 @@ def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> 
         step = float(state.get("step", step_of_group))
         for piece in pieces:
             views = {name: _view(value, piece) for name, value in values.items()}
-            yield Fragment(piece.parameter, piece.start, views, step)
+            axes = padded.get(piece.parameter)
+            if axes is None:
+                yield Fragment(piece.parameter, piece.start, views, step)
+                continue
+            copies = {name: axes.unpad_range(view, start=piece.start) for name, view in views.items()}
+            if len(copies[WEIGHT]):
+                yield Fragment(piece.parameter, axes.num_before(piece.start), copies, step)
 
 
 def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> str:
@@ -198,10 +211,18 @@ class Source(Protocol):
         """Return the number of updates that the optimizer had counted for a parameter."""
 
 
-def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: Source, *, with_average: bool) -> None:
+def fill(
+    partitions: list[Partition],
+    optimizer: torch.optim.Optimizer,
+    source: Source,
+    *,
+    with_average: bool,
+    padded: Mapping[str, PaddedAxes],
+) -> None:
     """Copy saved values into the partitions, and create the optimizer's state, which a new optimizer lacks.
 
-    `with_average` says whether the run averages its weights, so that a saved average is loaded too.
+    `with_average` says whether the run averages its weights, so that a saved average is loaded too. Saved values have
+    no padding. The parameters in `padded` get it here.
     """
     counts_per_tensor = not type(optimizer).__module__.startswith("pytorch_optimizer.")
     unwanted = {WEIGHT}
@@ -215,8 +236,7 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
         state = {kind: torch.zeros_like(tensor, requires_grad=False) for kind in moments}
         for piece in pieces:
             for kind, target in {WEIGHT: tensor, **state}.items():
-                values = source.read(kind, piece.parameter, start=piece.start, length=piece.length)
-                _view(target, piece).copy_(values)
+                _view(target, piece).copy_(_saved_values(source, kind, piece, padded.get(piece.parameter)))
         if moments:
             if counts_per_tensor:
                 count = {"step": torch.tensor(step, dtype=torch.float32, device=tensor.device)}
@@ -225,6 +245,16 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
             optimizer.state[tensor] = count | state
         for group in [] if counts_per_tensor else optimizer.param_groups:
             group["step"] = int(step)
+
+
+def _saved_values(source: Source, kind: str, piece: PartitionPiece, axes: PaddedAxes | None) -> Tensor:
+    """Return the saved values of a piece as they are stored, in host memory. `axes` are those of a padded parameter."""
+    if axes is None:
+        return source.read(kind, piece.parameter, start=piece.start, length=piece.length)
+    start = axes.num_before(piece.start)
+    length = axes.num_before(piece.start + piece.length) - start
+    values = source.read(kind, piece.parameter, start=start, length=length)
+    return axes.pad_range(values, start=piece.start, length=piece.length)
 
 
 def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], names: Iterable[str]) -> Tensor:

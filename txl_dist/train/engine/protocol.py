@@ -24,9 +24,10 @@ class Engine(Protocol):
     """Shape of each whole parameter by name, also at ZeRO stage 3. A tied parameter occurs once."""
 
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) of each parameter, as views of the weights that this rank computes with.
+        """Yield (name, values) of each parameter, the weights that this rank computes with. They are views where
+        possible.
 
-        At ZeRO stage 3 the views are empty.
+        At ZeRO stage 3 the values are empty.
         """
 
     def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
@@ -84,11 +85,14 @@ class Engine(Protocol):
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """Return an empty memory for `num_lanes` batch rows of `memory_len` tokens, on the device and in the type of
-        the computation."""
+        the computation.
+
+        Hidden states can have columns of zeros after the model width (`engine.pad_widths`).
+        """
 
     def fragments(self) -> list[Fragment]:
-        """Return weights and optimizer state of this rank, as views. The next step changes the values of these
-        views."""
+        """Return weights and optimizer state of this rank, as views where possible. The next step changes the values
+        of the views."""
 
     def loss_scale(self) -> dict[str, Any]:
         """Return the state of the fp16 loss scaling, as values for JSON. In other precisions it is an empty

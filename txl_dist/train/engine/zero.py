@@ -49,6 +49,7 @@ from txl_dist.train.engine.deepspeed_config import deepspeed_config
 from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
 from txl_dist.train.engine.muon import Matrix, MatrixAssignment, Muon, RankPieces, matrices_of
 from txl_dist.train.engine.optimizer import build_optimizer
+from txl_dist.train.engine.padding import PaddedAxes, pad_widths, pads_widths, stored_shapes
 from txl_dist.train.engine.partitions import (
     Fragment,
     Source,
@@ -100,7 +101,13 @@ class ZeroEngine(Engine):
         _sum_products_in_fp32()
         self.model = _build_model(config, vocab_size=vocab_size, weights=weights)
         self.shapes = {name: list(parameter.shape) for name, parameter in self.model.named_parameters()}
-        matrices = [matrix for name, shape in self.shapes.items() for matrix in matrices_of(name, shape)]
+        self._padded: dict[str, PaddedAxes] = {}
+        if pads_widths(config, on_gpu=on_gpu):
+            self._padded = pad_widths(self.model)
+        stored = stored_shapes(self.shapes, self._padded)
+        matrices: list[Matrix] = []
+        for name, shape in self.shapes.items():
+            matrices += matrices_of(name, shape, stored=stored[name])
         if config.optim.kind.orthogonalizes:
             matrix_names = {matrix.parameter for matrix in matrices}
         else:
@@ -265,7 +272,11 @@ class ZeroEngine(Engine):
 
     @override
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
-        return named_values(self.stored)
+        for name, values in named_values(self.stored):
+            if name in self._padded and values.numel():
+                yield name, self._padded[name].unpad(values)
+            else:
+                yield name, values
 
     @override
     def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
@@ -473,7 +484,7 @@ class ZeroEngine(Engine):
 
     @override
     def fragments(self) -> list[Fragment]:
-        return list(fragments(self._partitions, self._base_optimizer))
+        return list(fragments(self._partitions, self._base_optimizer, padded=self._padded))
 
     @override
     def loss_scale(self) -> dict[str, Any]:
@@ -484,7 +495,9 @@ class ZeroEngine(Engine):
     def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
         with self._changing_weights():
             keeps = self._decay > 0
-            run_on_all_ranks(lambda: fill(self._partitions, self._base_optimizer, source, with_average=keeps))
+            run_on_all_ranks(
+                lambda: fill(self._partitions, self._base_optimizer, source, with_average=keeps, padded=self._padded)
+            )
         scaler = _loss_scaler(self._optimizer)
         for name in _SCALER_STATE:
             if name in loss_scale and hasattr(scaler, name):

@@ -25,6 +25,7 @@ from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.engine.muon import is_matrix
+from txl_dist.train.engine.padding import pad_widths, padded_width, pads_widths
 from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, follow, replay
 from txl_dist.vocabulary_clusters import typical_shares
 
@@ -51,7 +52,8 @@ def bytes_per_rank(
     stage = config.engine.zero_stage
     world = plan.world_size
     size = DTYPES[engine.dtype].itemsize
-    shapes = _parameter_shapes(config, vocab_size=vocab_size)
+    is_padded = pads_widths(config, on_gpu=on_gpu)
+    shapes = _parameter_shapes(config, vocab_size=vocab_size, is_padded=is_padded)
     lengths = [shape.numel() for shape in shapes.values()]
     parameters = sum(lengths)
     matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
@@ -62,7 +64,8 @@ def bytes_per_rank(
     local = parameters / owners
     gradients = gradient_size(engine) * (local if stage >= 2 else parameters)
     has_masters = stage >= 1 or engine.dtype != "fp32"
-    lane_memory = sum(config.train.memory_per_layer(config.model.num_layers)) * config.model.width * size
+    width = padded_width(config.model.width) if is_padded else config.model.width
+    lane_memory = sum(config.train.memory_per_layer(config.model.num_layers)) * width * size
     moments_of_others = config.optim.state_bytes() * (parameters - matrices)
     moments_of_matrices = config.optim.state_bytes(of_matrices=True) * matrices
     if has_masters:
@@ -252,6 +255,7 @@ def _micro_step_peak(
         on_gpu=on_gpu,
         keeps_scores=engine.keep_scores == "on",
         for_graphs=engine.replays(on_gpu=on_gpu),
+        pads_widths=pads_widths(config, on_gpu=on_gpu),
     )
     exchange = _exchange_of(engine, plan=plan, on_gpu=on_gpu)
     return replay(follow(step), exchange=exchange, num_owners=plan.world_size if stage == 2 else 1)
@@ -288,8 +292,10 @@ def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
     return 12 * matrices / world + exchanged
 
 
-def _parameter_shapes(config: Config, *, vocab_size: int) -> dict[str, torch.Size]:
-    """Return the shape of each parameter, by name."""
+def _parameter_shapes(config: Config, *, vocab_size: int, is_padded: bool) -> dict[str, torch.Size]:
+    """Return the shape in storage of each parameter, by name."""
     with torch.device("meta"):
         network = TransformerXL(config.model, vocab_size=vocab_size)
+        if is_padded:
+            pad_widths(network)
     return {name: parameter.shape for name, parameter in network.named_parameters()}

@@ -42,6 +42,7 @@ from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
 from txl_dist.train.engine.flat import FlatModule
+from txl_dist.train.engine.padding import pad_widths
 from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
@@ -75,6 +76,8 @@ class MicroStep(NamedTuple):
     """Whether the Triton kernels keep distance scores for the backward pass."""
     for_graphs: bool = False
     """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs require."""
+    pads_widths: bool = False
+    """Whether the engine pads widths (`engine.pad_widths`)."""
     memory_lens: tuple[int, ...] = ()
     step_len: int = 0
     """Number of tokens by which the position in the text advances per step. Only XLNet's objective (prediction in any
@@ -161,6 +164,8 @@ def follow(step: MicroStep) -> Trace:
             attention="plain" if step.attention == "plain" else "fused",
             memory_lens=step.memory_lens,
         )
+        if step.pads_widths:
+            pad_widths(model)
         events = _Events()
         for block in model.blocks:
             _watch_scores(block.attention, events, step)

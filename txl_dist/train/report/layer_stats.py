@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from txl_dist.distributed.collectives import all_reduce_sum
 from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.batch import to_device
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
@@ -62,7 +63,7 @@ def measure_layer_stats(
     if not with_top1_correct and not with_norms:
         return NOTHING
     if with_norms:
-        watch = _ActivationWatch(engine.model.blocks)
+        watch = _ActivationWatch(engine.model)
     else:
         watch = None
     sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
@@ -115,9 +116,10 @@ def _part_of(name: str) -> str:
 class _ActivationWatch:
     """Accumulator of the mean square of each layer's output, averaged over all positions and measured passes."""
 
-    def __init__(self, blocks: nn.ModuleList) -> None:
-        self._blocks = blocks
-        self._squares: list[Tensor | float] = [0.0] * len(blocks)
+    def __init__(self, model: TransformerXL) -> None:
+        self._blocks = model.blocks
+        self._width = model.section.width
+        self._squares: list[Tensor | float] = [0.0] * len(model.blocks)
         self._num_passes = 0
 
     @contextmanager
@@ -143,6 +145,7 @@ class _ActivationWatch:
         """Return the forward hook that measures the layer with this index."""
 
         def take(block: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor | None]) -> None:
-            self._squares[index] = self._squares[index] + outputs[0].double().square().mean()
+            hidden = outputs[0][..., : self._width]  # without padding
+            self._squares[index] = self._squares[index] + hidden.double().square().mean()
 
         return take

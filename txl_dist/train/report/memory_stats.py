@@ -80,7 +80,7 @@ def measure_memory(
         if index < num_before:
             _, memory = engine.losses(batch, memory)
             continue
-        squares.append(_squares(memory, scored_BT=batch.scored_BT))
+        squares.append(_squares(memory, width=engine.model.section.width, scored_BT=batch.scored_BT))
         with attended.over(engine.model, scored_BT=batch.scored_BT):
             nll_BT, after = engine.losses(batch, memory)
         with_memory.add(nll_BT, batch)
@@ -107,11 +107,12 @@ def measure_memory(
     }
 
 
-def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
+def _squares(memory: Memory, *, width: int, scored_BT: Tensor) -> Tensor:
     """Return [2, L], two numbers for each layer: the number of filled positions of its memory, and the sum of these
     positions' mean squares.
 
-    Only lanes (batch rows) that score a token in this segment count.
+    Only lanes (batch rows) that score a token in this segment count. `width` is the model width. Columns after it are
+    padding.
     """
     is_filled_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
     counts = []
@@ -119,7 +120,7 @@ def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
     for hidden_BMD in memory.hidden:
         layer_filled_BM = is_filled_BM[:, memory.memory_len - hidden_BMD.shape[1] :]
         counts.append(layer_filled_BM.sum().double())
-        squares.append((hidden_BMD.double().square().mean(-1) * layer_filled_BM).sum())
+        squares.append((hidden_BMD[..., :width].double().square().mean(-1) * layer_filled_BM).sum())
     return torch.stack([torch.stack(counts), torch.stack(squares)])
 
 

@@ -31,6 +31,7 @@ from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.engine.adam_update import update_group
+from txl_dist.train.engine.padding import pad_widths
 
 PLAIN = {"relu": F.relu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
 
@@ -47,6 +48,8 @@ class Case(NamedTuple):
     num_rows: int = 333
     num_multiprocessors: int = 1
     """With few, a program has several tiles of rows."""
+    padding: int = 0
+    """Columns of zeros at the end of the rows, a part of the width."""
 
 
 CASES = {
@@ -56,6 +59,8 @@ CASES = {
     "layer_one_row": Case("layer", 410, rate=0.3, num_rows=1),
     "layer_wide": Case("layer", 2500, rate=0.3, num_rows=9),
     "layer_sum_alone": Case("layer", 64, rate=0.3, used="sum"),
+    "layer_padded": Case("layer", 48, rate=0.3, padding=7),
+    "rms_padded": Case("rms", 48, rate=0.3, padding=7),
     "rms": Case("rms", 64),
     "rms_dropout": Case("rms", 41, rate=0.3),
     "sum_dropout": Case("sum", 41, rate=0.3),
@@ -81,6 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gated": {"norm": "rms", "activation": "swiglu"},
 }
+MODELS |= {"padded": {}, "padded_modern": MODELS["modern"]}
 
 
 def drawn_mask(shape: tuple[int, int], seed: Tensor, rate: float) -> Tensor:
@@ -97,10 +103,11 @@ def module_of(case: Case) -> Any:
     if case.kind in PLAIN:
         module: Any = ActivatedLinear(24, case.width, activation=case.kind)
     else:
-        module = ResidualRmsNorm(eps=1e-5) if case.kind == "rms" else ResidualLayerNorm(case.width)
+        width = case.width - case.padding
+        module = ResidualRmsNorm(eps=1e-5, width=width) if case.kind == "rms" else ResidualLayerNorm(width)
     for parameter in module.parameters():
         values = torch.randn(parameter.shape, generator=generator).to(case.dtype)
-        parameter.data = values if case.kind in PLAIN else values + 1
+        parameter.data = values if case.kind in PLAIN else F.pad(values + 1, (0, case.padding))
     return module
 
 
@@ -109,7 +116,9 @@ def outcome(case: Case, drop: Drop, dtype: torch.dtype) -> dict[str, Tensor]:
     generator, module = torch.Generator().manual_seed(0), module_of(case).to(dtype)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype).to(dtype)
+        values = torch.randn(shape, generator=generator).to(case.dtype).to(dtype)
+        values[..., shape[-1] - case.padding :] = 0
+        return values
 
     if case.kind in PLAIN:
         x, gradient = drawn(case.num_rows, 24).requires_grad_(), drawn(case.num_rows, case.width)
@@ -153,15 +162,24 @@ def relative_errors(name: str) -> dict[str, float]:
     with dropping(drawn_mask((case.num_rows, case.width), seed, case.rate), case.rate):
         exact = outcome(case, Drop(case.rate), torch.float64)
     assert measured.keys() == exact.keys()
+    assert not any(values[..., case.width - case.padding :].any() for values in measured.values() if case.padding)
     return {output: relative_error(measured[output], exact[output]) for output in exact}
 
 
 def trained(
-    section: Any, *, by_kernel: bool, recompute_every: int = 0, seed: int = 3, backward: bool = True
+    section: Any,
+    *,
+    by_kernel: bool,
+    recompute_every: int = 0,
+    seed: int = 3,
+    backward: bool = True,
+    pads: bool = False,
 ) -> dict[str, Tensor]:
     """Hidden states of the second of two segments, and all gradients; by the kernels of attention, too."""
     torch.manual_seed(0)
     model = TransformerXL(section, vocab_size=VOCAB_SIZE, recompute_every=recompute_every).train()
+    if pads:
+        pad_widths(model)
     with ExitStack() as stack:
         if by_kernel:
             stack.enter_context(mock.patch.object(rows, "runs", return_value=True))
@@ -171,7 +189,9 @@ def trained(
         _, memory = model(random_tokens(1, 5), model.empty_memory(num_lanes=1, memory_len=4))
         hidden, _ = model(random_tokens(1, 5, seed=1), memory)
         if backward:
-            hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)))
+            gradient = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
+            gradient[..., section.width :] = 0  # padding
+            hidden.backward(gradient)
     return {"hidden": hidden.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -179,8 +199,8 @@ def whole_models(*names: str) -> dict[str, float]:
     """Largest relative error of hidden states and gradients of a model in fp32, beside that without kernels."""
     found = {}
     for name in names:
-        section = tiny_section(num_layers=2, **MODELS[name], dropout=0.0)
-        ours, torchs = (trained(section, by_kernel=by_kernel) for by_kernel in (True, False))
+        section, pads = tiny_section(num_layers=2, **MODELS[name], dropout=0.0), name.startswith("padded")
+        ours, torchs = (trained(section, by_kernel=by_kernel, pads=pads) for by_kernel in (True, False))
         assert ours.keys() == torchs.keys()
         found[name] = max(relative_error(ours[key], torchs[key].double()) for key in torchs)
     return found
@@ -239,8 +259,8 @@ def main(names: list[str]) -> None:
     # Memory that nothing was written to holds NaN: what is read but was never written would show.
     torch.use_deterministic_algorithms(True)
     checks = {"recomputed": recomputed, "places_differ": places_differ, "adam_steps": adam_steps}
-    checks |= {"whole_models": partial(whole_models, "paper", "modern")}
-    checks |= {"other_models": partial(whole_models, "pre_norm", "gated")}
+    checks |= {"whole_models": partial(whole_models, "paper", "modern", "padded")}
+    checks |= {"other_models": partial(whole_models, "pre_norm", "gated", "padded_modern")}
     with np.errstate(all="ignore"):
         for name in names:
             found = checks[name]() if name in checks else relative_errors(name)

@@ -159,7 +159,7 @@ def test_what_has_no_gradient_rests() -> None:
 
 
 def matrices(*shapes: tuple[int, int]) -> list[Matrix]:
-    return [Matrix(f"m{index}", 0, *shape) for index, shape in enumerate(shapes)]
+    return [Matrix(f"m{index}", 0, *shape, longest=max(shape)) for index, shape in enumerate(shapes)]
 
 
 def cut(all_matrices: list[Matrix], *, num_ranks: int, length: int) -> list[muon.RankPieces]:

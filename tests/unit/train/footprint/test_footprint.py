@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import tiny_config
-from txl_dist.config.load import Config, plan_batch
+from txl_dist.config.load import Config, changed, plan_batch
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.model import fused_softmax
 from txl_dist.model.flops import count_parameters
@@ -172,6 +172,16 @@ def test_accumulated_gradients_and_an_exchange_by_buckets_are_foreseen() -> None
     parameters = count_parameters(tiny_config().model, vocab_size=300)
     assert fullest(0, 2) > fullest(0, 4) - 4 * parameters  # half the activations, but gradients are there before
     assert fullest(2, 4) > fullest(0, 4)  # masters, and two buckets of a fixed length
+
+
+def test_the_padding_of_odd_widths_counts_on_a_gpu_alone() -> None:
+    odd = tiny_config(model={"width": 20, "head_width": 5, "ff_width": 18})
+    parameters = count_parameters(odd.model, vocab_size=300)
+    assert held(odd)["weights"] == 4 * parameters
+    assert held(changed(odd, {"engine.pad_widths": "off"}), on_gpu=True)["weights"] == 4 * parameters
+    padded = held(odd, on_gpu=True)
+    assert padded["weights"] > 4 * parameters
+    assert padded["memories"] == held(odd)["memories"] * 32 / 20
 
 
 def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> None:
