@@ -75,7 +75,7 @@ def attentions(setting: Setting) -> dict[str, Callable[[], Callable[..., Tensor]
 def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
     """Return the terms (b)+(d) by distance, [N, B, T, K+1] with a column of zeros in front, and a view of them by key,
     [N, B, T, K]."""
-    query, _, _, distance, _, position_bias, _ = terms
+    query, distance, position_bias = terms.query_BTNH, terms.distance_KNH, terms.position_bias_NH
     assert distance is not None
     assert position_bias is not None
     (B, T, N, H), K = query.shape, distance.shape[0]

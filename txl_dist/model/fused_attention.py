@@ -338,7 +338,7 @@ class _RelativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_context_BTNH: Tensor) -> tuple[Tensor | None, ...]:
         saved_tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them then
-        inputs = _Inputs(*saved_tensors[:7], scale=ctx.scale)
+        inputs = _Inputs._make((*saved_tensors[:7], ctx.scale))
         kept = saved_tensors[7:]
         dropout = ctx.dropout
         gradients = _Gradients(inputs)
