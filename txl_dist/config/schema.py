@@ -554,7 +554,7 @@ class EngineSection(Section):
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
     if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: on if
     possible."""
-    pad_widths: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "auto"
+    pad_widths: Annotated[Literal["off", "on", "auto"], FREE] = "auto"
     """Keep widths that are no multiples of 8, and heads that are no multiples of 16, with additional columns of zeros.
     Matrix products on a GPU are slow without aligned rows. Checkpoints and counts stay the same, and results do up to
     rounding. auto: on a GPU. Models with a plugin's positions or optimizer are never padded."""

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.config.load import Config
-from txl_dist.config.schema import ModelSection
+from txl_dist.config.schema import ModelSection, OptimizerKind, PositionScheme
 from txl_dist.model.attention import Attention
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -143,10 +142,13 @@ def padded_head_width(width: int) -> int:
     return -(-width // MULTIPLE) * MULTIPLE
 
 
-def pads_widths(config: Config, *, on_gpu: bool) -> bool:
-    """Return True if the engine pads the widths of this configuration's model. `on_gpu` is the device of training."""
-    is_chosen = config.engine.pad_widths == "on" or (config.engine.pad_widths == "auto" and on_gpu)
-    return is_chosen and config.model.scheme.build is None and config.optim.kind.build is None
+def pads_widths(setting: str, *, on_gpu: bool, kinds: Sequence[PositionScheme | OptimizerKind]) -> bool:
+    """Return True if the engine pads widths. `setting` is `engine.pad_widths`, and `on_gpu` is the device of training.
+
+    `kinds` are the model's positional scheme and the optimizer. Those of plugins have a function that builds them.
+    """
+    is_chosen = setting == "on" or (setting == "auto" and on_gpu)
+    return is_chosen and all(kind.build is None for kind in kinds)
 
 
 def pad_widths(model: TransformerXL) -> dict[str, PaddedAxes]:

@@ -102,7 +102,8 @@ class ZeroEngine(Engine):
         self.model = _build_model(config, vocab_size=vocab_size, weights=weights)
         self.shapes = {name: list(parameter.shape) for name, parameter in self.model.named_parameters()}
         self._padded: dict[str, PaddedAxes] = {}
-        if pads_widths(config, on_gpu=on_gpu):
+        kinds = (config.model.scheme, config.optim.kind)
+        if pads_widths(config.engine.pad_widths, on_gpu=on_gpu, kinds=kinds):
             self._padded = pad_widths(self.model)
         stored = stored_shapes(self.shapes, self._padded)
         matrices: list[Matrix] = []

@@ -52,7 +52,8 @@ def bytes_per_rank(
     stage = config.engine.zero_stage
     world = plan.world_size
     size = DTYPES[engine.dtype].itemsize
-    is_padded = pads_widths(config, on_gpu=on_gpu)
+    kinds = (config.model.scheme, config.optim.kind)
+    is_padded = pads_widths(engine.pad_widths, on_gpu=on_gpu, kinds=kinds)
     shapes = _parameter_shapes(config, vocab_size=vocab_size, is_padded=is_padded)
     lengths = [shape.numel() for shape in shapes.values()]
     parameters = sum(lengths)
@@ -89,7 +90,9 @@ def bytes_per_rank(
                 weights = 4 * parameters
             held["checkpoint copy"] = weights + state + lane_memory * plan.lanes_per_rank
         held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
-    peak = _micro_step_peak(config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu)
+    peak = _micro_step_peak(
+        config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu, is_padded=is_padded
+    )
     recorded = 0.0
     if engine.replays(on_gpu=on_gpu):
         # A graph keeps all that it needs reserved, its input memory included. Gradients leave it as copies.
@@ -232,9 +235,18 @@ def _fullest_phase(
 
 
 def _micro_step_peak(
-    config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
+    config: Config,
+    *,
+    plan: BatchPlan,
+    vocab_size: int,
+    cluster_shares: Sequence[float],
+    on_gpu: bool,
+    is_padded: bool,
 ) -> Peak:
-    """Return the peak of forward and backward pass of one micro-batch, with the gradients that the ZeRO stage keeps."""
+    """Return the peak of forward and backward pass of one micro-batch, with the gradients that the ZeRO stage keeps.
+
+    `is_padded` says whether the engine pads widths.
+    """
     train = config.train
     engine = config.engine
     stage = config.engine.zero_stage
@@ -255,7 +267,7 @@ def _micro_step_peak(
         on_gpu=on_gpu,
         keeps_scores=engine.keep_scores == "on",
         for_graphs=engine.replays(on_gpu=on_gpu),
-        pads_widths=pads_widths(config, on_gpu=on_gpu),
+        pads_widths=is_padded,
     )
     exchange = _exchange_of(engine, plan=plan, on_gpu=on_gpu)
     return replay(follow(step), exchange=exchange, num_owners=plan.world_size if stage == 2 else 1)
