@@ -180,7 +180,7 @@ def test_products_that_lie_apart_are_attended_to_as_one(name: str) -> None:
     visible = visibility(SIZES[name])
 
     def of_products(terms: Terms, *, visible: AttentionMask, dropout: float) -> Tensor:
-        query, key, value, distance, content_bias, position_bias, _ = terms
+        query, key, value, distance, content_bias, position_bias, *_ = terms
         assert distance is not None
         assert content_bias is not None
         assert position_bias is not None

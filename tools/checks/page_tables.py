@@ -48,8 +48,8 @@ READING = (
     Reading("settings", "every setting, its unit and its bounds", ("config/schema.py",)),
     Reading(
         "basics",
-        "random numbers, collectives, manifests, tensor files",
-        ("rng.py", "distributed/collectives.py", "io/manifest.py", "io/tensor_files.py"),
+        "random numbers, collectives, tensor files",
+        ("rng.py", "distributed/collectives.py", "io/tensor_files.py"),
     ),
     Reading(
         "lanes and stream",

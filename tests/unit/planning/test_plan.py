@@ -147,14 +147,14 @@ def test_the_plan_of_auto_is_bf16_where_the_gpu_has_it_and_fp32_elsewhere() -> N
 def test_the_bytes_and_seconds_of_any_order_are_those_of_the_fused_path(attention_dropout: float) -> None:
     """The Triton kernels know causal order only, so a run takes the fused path on every GPU."""
     model = {"any_order": True, "width": 256, "num_heads": 4, "head_width": 64, "attention_dropout": attention_dropout}
-    train = {"objective": "permutation", "segment_len": 256, "reuse_len": 128, "memory_len": 192, "num_lanes": 4}
+    train = {"objective": "permutation", "segment_len": 256, "reuse_len": 128, "memory_len": 192, "num_lanes": 8}
     config = changed(CONFIG, model=model | {"num_layers": 3}, train=train, engine={"precision": "bf16"})
-    facts = make_plan(config, question=question(gpus=1))
+    facts = make_plan(config, question=question(gpus=2))
     given = facts.as_configured
     assert isinstance(given, Option)
     assert (given.attention, choice(facts).attention) == ("fused", "fused")
     assert "the Triton kernels compute causal attention only (model.any_order)" in "\n".join(plan_lines(facts))
-    plan = plan_batch(config.train, world_size=1)
+    plan = plan_batch(config.train, world_size=2)
     found = sum(bytes_per_rank(config, plan=plan, vocab_size=VOCAB_SIZE, on_gpu=True).values())
     assert 0.9 < given.needed_gib * 2**30 / found < 1.2
     causal = changed(CONFIG, model=model | {"num_layers": 3, "any_order": False}, engine={"precision": "bf16"})

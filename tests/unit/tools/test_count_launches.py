@@ -57,7 +57,7 @@ def test_the_whole_step_of_a_recipe_is_counted(counted: tuple[dict[str, Any], st
     ("name", "most_launches"), [("wt103_base", 880), pytest.param("wt103_large", 950, marks=pytest.mark.nightly)]
 )
 def test_tables_of_a_large_vocabulary_are_passed_over_few_times(name: str, most_launches: int) -> None:
-    found = in_fresh_process(name, layers_less=0, waves=False)
+    found = in_fresh_process(name, layers_less=0, waves=False, pad_widths="off")  # so a value is 2 bytes in bf16
     assert found["launches, micro-step"] <= most_launches
     assert found["update, bytes per parameter"] <= 32
     # 30 of the update, 4 to scale the softmax's gradient, and 6 to add the embedding's.

@@ -66,4 +66,5 @@ def test_the_first_tests_on_a_gpu_launch_every_kernel() -> None:
     stopped, launched = json.loads(done.stdout.splitlines()[-1])
     assert stopped == []
     assert len(launched) > 12
-    assert kernels() - set(launched) == set()
+    # The steps of enwik8_base, which come before all tests, launch the kernel of Adam.
+    assert kernels() - set(launched) == {"adam_step"}

@@ -51,15 +51,15 @@ def test_the_reading_list_has_each_file_with_its_lines_and_the_sum() -> None:
 def test_the_program_that_the_page_names_counts_single_files(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [str(ROOT / PACKAGE / name) for name in ("io/manifest.py", "rng.py")]
+    files = [str(ROOT / PACKAGE / name) for name in ("io/tensor_files.py", "rng.py")]
     monkeypatch.setattr("sys.argv", ["count_code", *files])
     count_code.main()
     lines = reading_lines()
     printed = re.findall(r"(\S+) +\d files +([\d,]+) lines of code", capsys.readouterr().out)
     assert printed == [
-        (files[0], str(lines["io/manifest.py"])),
+        (files[0], str(lines["io/tensor_files.py"])),
         (files[1], str(lines["rng.py"])),
-        ("all", str(lines["io/manifest.py"] + lines["rng.py"])),
+        ("all", str(lines["io/tensor_files.py"] + lines["rng.py"])),
     ]
 
 

@@ -212,6 +212,7 @@ def scaled_engine(optimizer: Any) -> ZeroEngine:
     engine = ZeroEngine.__new__(ZeroEngine)
     engine._optimizer, engine._stage, engine._partitions, engine._decay = optimizer, 1, [], 0.0
     engine._base_optimizer = torch.optim.SGD([torch.zeros(1)])
+    engine._padded = {}
     return engine
 
 

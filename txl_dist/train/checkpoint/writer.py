@@ -233,7 +233,7 @@ class AsyncWriter:
 
     def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
         """Return (tensors, metadata) of each file of this rank, as views where possible."""
-        memories = memory_tensors(state.memories, width=engine.model.section.width)
+        memories = memory_tensors(state.memories, width=self.context.config.model.width)
         ranks = self.context.ranks
         lanes = f"{self.context.lanes.start:05d}-{self.context.lanes.stop - 1:05d}"
         files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}

@@ -45,13 +45,13 @@ def test_matrices_are_the_weights_of_the_linear_layers_of_blocks_keys_and_values
     model = TransformerXL(ModelSection(num_layers=1, width=8, num_heads=2, head_width=3, ff_width=20), vocab_size=9)
     found = [one for name, p in model.named_parameters() for one in matrices_of(name, p.shape)]
     assert [(one.parameter.removeprefix("blocks.0."), *one[1:]) for one in found] == [
-        ("attention.query.weight", 0, 6, 8),
-        ("attention.key_value.weight", 0, 6, 8),
-        ("attention.key_value.weight", 48, 6, 8),
-        ("attention.distance.weight", 0, 6, 8),
-        ("attention.output.weight", 0, 8, 6),
-        ("ff_in.weight", 0, 20, 8),
-        ("ff_out.weight", 0, 8, 20),
+        ("attention.query.weight", 0, 6, 8, 8),
+        ("attention.key_value.weight", 0, 6, 8, 8),
+        ("attention.key_value.weight", 48, 6, 8, 8),
+        ("attention.distance.weight", 0, 6, 8, 8),
+        ("attention.output.weight", 0, 8, 6, 8),
+        ("ff_in.weight", 0, 20, 8, 20),
+        ("ff_out.weight", 0, 8, 20, 20),
     ]
 
 

@@ -189,7 +189,9 @@ def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> No
     full, half = held(tiny_config()), held(tiny_config(engine={"precision": "bf16"}), on_gpu=True)
     assert (half["weights"], half["memories"]) == (full["weights"] / 2, full["memories"] / 2)
     assert half["optimizer"] == 12 * parameters
-    assert half["buckets"] == 2 * BUCKET_LEN
+    assert half["buckets"] == 0.0  # one rank exchanges nothing
+    on_two_ranks = held(tiny_config(engine={"precision": "bf16"}), world_size=2, on_gpu=True)
+    assert on_two_ranks["buckets"] == 2 * 2 * BUCKET_LEN  # two of them, in bf16
     off = held(tiny_config(engine={"precision": "bf16", "offload_optimizer": True}), on_gpu=True)
     assert off["optimizer"] == 0.0
 
@@ -215,7 +217,9 @@ def test_what_a_graph_needs_stays_beside_everything_else() -> None:
         gradients = 2 * count_parameters(tiny_config(model=model).model, vocab_size=300)
         memory = 2 * 2 * 12 * 32 * 2  # of the two lanes at work
         more = sum(graphed.values()) - sum(eager.values())
-        assert more >= gradients / 2 + memory, "its gradients, and the memory that it is given"
+        # At stage 1 Adam's kernel copies no gradients after the micro-steps, so the graph stays beside less.
+        least = memory if stage == 1 else gradients / 2 + memory
+        assert more >= least, "its gradients, and the memory that it is given"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
