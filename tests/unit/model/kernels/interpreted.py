@@ -152,7 +152,7 @@ def outcome(attend: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> li
 
 def attend_to_products(terms: Terms, *, visible: AttentionMask, dropout: float) -> Tensor:
     """Queries, keys and values of the segment together, and keys and values of the memory, as products make them."""
-    query, key, value, distance, content_bias, position_bias, _ = terms
+    query, key, value, distance, content_bias, position_bias, *_ = terms
     assert distance is not None
     assert content_bias is not None
     assert position_bias is not None
