@@ -277,9 +277,8 @@ def test_an_error_is_one_line_and_the_upload_is_tried_again(
     assert "Training continues" in lines[0]
 
 
-def test_a_rewind_makes_later_checkpoints_invalid_and_uploads_none_of_them(
-    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]
-) -> None:
+def in_third_upload(slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]) -> Uploader:
+    """An uploader with two checkpoints in the mirror, and a third one in a transfer that waits for the gate."""
     slow.gate.set()
     uploader = start(slow)
     for step in (1, 2):
@@ -289,6 +288,13 @@ def test_a_rewind_makes_later_checkpoints_invalid_and_uploads_none_of_them(
     slow.began.clear()
     uploader.enqueue(checkpoint(tmp_path / "run", 3))
     assert slow.began.wait(60)
+    return uploader
+
+
+def test_a_rewind_makes_later_checkpoints_invalid_and_uploads_none_of_them(
+    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]
+) -> None:
+    uploader = in_third_upload(slow, tmp_path, start)
     uploader.forget(1)
     slow.gate.set()
     wait_for(lambda: uploader.is_idle)
@@ -313,15 +319,7 @@ def test_the_last_checkpoint_is_tried_again_although_records_are_due_or_a_rewind
 def test_of_two_rewinds_during_an_outage_the_earlier_step_counts(
     slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]
 ) -> None:
-    slow.gate.set()
-    uploader = start(slow)
-    for step in (1, 2):
-        uploader.enqueue(checkpoint(tmp_path / "run", step))
-        wait_for(lambda: uploader.is_idle)
-    slow.gate.clear()
-    slow.began.clear()
-    uploader.enqueue(checkpoint(tmp_path / "run", 3))
-    assert slow.began.wait(60)
+    uploader = in_third_upload(slow, tmp_path, start)
     uploader.forget(1)
     uploader.forget(2)
     slow.gate.set()
