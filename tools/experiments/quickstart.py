@@ -1,12 +1,13 @@
-"""Measure loss and time of the quick start over several seeds, for the README.
+"""Measure the losses of the quick start over several seeds, for the README.
 
     python -m tools.experiments.quickstart --seeds 3       prepare, train and evaluate each seed, one after the other
+    python -m tools.experiments.quickstart --precision bf16 --recipe quickstart    in bf16, with configs/quickstart.toml
     python -m tools.experiments.quickstart --table         print the README's table and all figures
 
 Each seed is trained and evaluated by the commands of `launch/quickstart.sh`. A row is appended to
 notebook/quickstart.csv as soon as a seed is evaluated. A seed that has a row from this processor is not trained again.
 `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2` makes a processor with AVX-512 compute like a processor without
-it.
+it. Losses do not depend on other programs on the machine. `tools.experiments.speedrun` measures seconds.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.experiments.recording import NOTEBOOK, ROOT, append_rows, commit, cpu, markdown, read_rows, today
+from tools.experiments.recording import NOTEBOOK, ROOT, append_rows, commit, cpu, markdown, read_rows, spread, today
 from tools.experiments.trainings import run_txl
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import TxlError
 
-RECIPE = ROOT / "configs/modern_quickstart.toml"
+RECIPES = ("modern_quickstart", "quickstart")
+"""Recipes in `configs/` that can be measured. The quick start trains the first one."""
+PRECISIONS = ("fp32", "bf16")
 RECORDS = NOTEBOOK / "quickstart.csv"
 RANKS = 2
 LABELS = {
@@ -37,8 +40,11 @@ LABELS = {
 
 
 class Record(NamedTuple):
-    """Scores of one seed in bits per byte of the validation split, and the time of its training."""
+    """Scores of one seed in bits per byte of the validation split."""
 
+    recipe: str
+    precision: str
+    """Value of engine.precision during the training."""
     seed: int
     model: float
     no_memory: float
@@ -46,8 +52,6 @@ class Record(NamedTuple):
     order_0: float
     nats_per_token: float
     """Validation loss of the model in nats per token."""
-    train_s: float
-    """Seconds from the start of `txl launch` to its end."""
     corpus: str
     commit: str
     cpu: str
@@ -57,13 +61,12 @@ class Record(NamedTuple):
     date: str
 
 
-def measure(*, seed: int, corpus: Path, run: Path) -> Record:
-    """Train and evaluate one seed. Raises CommandError if a command fails."""
+def measure(recipe: str, *, precision: str, seed: int, corpus: Path, run: Path) -> Record:
+    """Train and evaluate one seed of a recipe. Raises CommandError if a command fails."""
     import torch
 
-    train_s = run_txl(
-        "launch", "--num_accelerators", RANKS, RECIPE, "--data.path", corpus, "--run.dir", run, "--run.seed", seed
-    )
+    settings = ["--data.path", corpus, "--run.dir", run, "--run.seed", seed, "--engine.precision", precision]
+    run_txl("launch", "--num_accelerators", RANKS, ROOT / f"configs/{recipe}.toml", *settings)
     results = run / "evaluation.json"
     run_txl("evaluate", run, "--without-memory", "--baselines", "--json", results)
     scores = read_scores(results)
@@ -72,13 +75,14 @@ def measure(*, seed: int, corpus: Path, run: Path) -> Record:
         return round(scores[name]["bits_per_byte"], 4)
 
     return Record(
+        recipe=recipe,
+        precision=precision,
         seed=seed,
         model=bits_of("model"),
         no_memory=bits_of("memory off"),
         bigram=bits_of("bigram"),
         order_0=bits_of("order 0"),
         nats_per_token=round(scores["model"]["loss"], 4),
-        train_s=round(train_s, 1),
         corpus=open_corpus(corpus).fingerprint[:12],
         commit=commit(),
         cpu=cpu(),
@@ -95,12 +99,17 @@ def read_scores(path: Path) -> dict[str, dict[str, float]]:
 
 
 def table_of(records: Sequence[Record]) -> list[str]:
-    """Return the README's table in Markdown: mean and range over all rows, with a column per score."""
-    rows = []
+    """Return the README's table in Markdown: a row per score and a column per precision, with the mean and the range
+    over the seeds and processors of the quick start's recipe."""
+    groups = {}
+    for precision in PRECISIONS:
+        groups[precision] = [row for row in records if (row.recipe, row.precision) == (RECIPES[0], precision)]
+    measured = {precision: rows for precision, rows in groups.items() if rows}
+    lines = []
     for column, label in LABELS.items():
-        values = [getattr(record, column) for record in records]
-        rows.append([label, mean_and_range(values)])
-    return markdown(("scored", "bits per byte"), rows)
+        cells = [mean_and_range([getattr(row, column) for row in rows]) for rows in measured.values()]
+        lines.append([label, *cells])
+    return markdown(("scored", *(f"bits per byte, {precision}" for precision in measured)), lines)
 
 
 def mean_and_range(values: Sequence[float]) -> str:
@@ -112,18 +121,17 @@ def mean_and_range(values: Sequence[float]) -> str:
 
 
 def summary_of(records: Sequence[Record]) -> list[str]:
-    """Return a line per processor and kind of kernels: number of seeds, loss and time."""
-    groups: dict[tuple[str, str], list[Record]] = {}
+    """Return a line per recipe, processor, kind of kernels and precision: number of seeds and losses."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        groups.setdefault((record.cpu, record.kernels), []).append(record)
+        groups.setdefault((record.recipe, record.cpu, record.kernels, record.precision), []).append(record)
     lines = []
-    for (processor, kernels), rows in groups.items():
-        losses = mean_and_range([row.nats_per_token for row in rows])
+    for (recipe, processor, kernels, precision), rows in groups.items():
+        losses = spread([row.nats_per_token for row in rows], digits=4)
         bits = mean_and_range([row.model for row in rows])
-        seconds = [row.train_s for row in rows]
         lines.append(
-            f"{processor}, {kernels} kernels, {len(rows)} seeds: {bits} bits per byte, {losses} nats per token, "
-            f"trained in {min(seconds):.0f} to {max(seconds):.0f} s"
+            f"{recipe}, {processor}, {kernels} kernels, {precision}, {len(rows)} seeds: "
+            f"{bits} bits per byte, {losses} nats per token"
         )
     return lines
 
@@ -134,6 +142,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 (default 3)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="engine.precision (default fp32)")
+    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0], help=f"default {RECIPES[0]}")
     parser.add_argument(
         "--corpus",
         type=Path,
@@ -153,11 +163,17 @@ def main() -> None:
     kernels = torch.backends.cpu.get_cpu_capability()
     fingerprint = open_corpus(corpus).fingerprint[:12]
     for seed in range(options.seeds):
-        known = {(row.seed, row.corpus, row.cpu, row.kernels) for row in read_rows(RECORDS, Record)}
-        if (seed, fingerprint, cpu(), kernels) in known:
+        case = (options.recipe, options.precision, seed)
+        known = {
+            (row.recipe, row.precision, row.seed, row.corpus, row.cpu, row.kernels)
+            for row in read_rows(RECORDS, Record)
+        }
+        if (*case, fingerprint, cpu(), kernels) in known:
             continue
-        print(f"seed {seed} of {options.seeds}, {kernels} ...", file=sys.stderr, flush=True)
-        record = measure(seed=seed, corpus=corpus, run=options.out.resolve() / f"{kernels}-seed-{seed}")
+        name = f"{options.recipe}-{options.precision}-{kernels}-seed-{seed}"
+        print(f"{name}, of {options.seeds} seeds ...", file=sys.stderr, flush=True)
+        run = options.out.resolve() / name
+        record = measure(options.recipe, precision=options.precision, seed=seed, corpus=corpus, run=run)
         append_rows(RECORDS, Record._fields, [record])
         print(record, flush=True)
 

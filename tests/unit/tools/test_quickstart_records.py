@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.experiments.quickstart import (
-    RECIPE,
+    RECIPES,
     RECORDS,
     Record,
     mean_and_range,
@@ -25,10 +25,10 @@ def test_the_readme_has_the_table_of_the_records() -> None:
     assert "\n".join(["", *table_of(ROWS), ""]) in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_records_are_of_three_seeds_on_each_kind_of_kernels() -> None:
-    seeds: dict[tuple[str, str], list[int]] = {}
+def test_the_records_are_of_three_seeds_for_each_recipe_kind_of_kernels_and_precision() -> None:
+    seeds: dict[tuple[str, ...], list[int]] = {}
     for row in ROWS:
-        seeds.setdefault((row.cpu, row.kernels), []).append(row.seed)
+        seeds.setdefault((row.recipe, row.cpu, row.kernels, row.precision), []).append(row.seed)
     assert len(seeds) >= 2
     assert {tuple(sorted(numbers)) for numbers in seeds.values()} == {(0, 1, 2)}
     assert len({row.corpus for row in ROWS}) == 1
@@ -37,7 +37,15 @@ def test_the_records_are_of_three_seeds_on_each_kind_of_kernels() -> None:
 
 def test_the_tool_trains_the_recipe_of_the_quick_start() -> None:
     script = (ROOT / "launch/quickstart.sh").read_text(encoding="utf-8")
-    assert f"config=configs/{RECIPE.name} " in script
+    assert f"config=configs/{RECIPES[0]}.toml " in script
+
+
+def test_the_table_has_a_column_for_each_precision_and_only_rows_of_the_quick_start() -> None:
+    first = ROWS[0]._replace(recipe=RECIPES[0], precision="fp32", model=1.5)
+    other = first._replace(precision="bf16", model=1.6)
+    head, _, model, *_ = table_of([other, first, other._replace(recipe=RECIPES[1], model=9.0)])
+    assert head == "| scored | bits per byte, fp32 | bits per byte, bf16 |"
+    assert model == "| the model | 1.50 | 1.60 |"
 
 
 @pytest.mark.parametrize(
