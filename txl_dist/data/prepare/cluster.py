@@ -92,7 +92,7 @@ from txl_dist.data.prepare.sources import SourceFile, identities, is_repeatable
 from txl_dist.data.prepare.tokenize import PartInfo
 from txl_dist.data.prepare.workdir import CORPUS, another_corpus, check_target, claim_scratch, move_into_place
 from txl_dist.data.ray_workers import connect
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.data.workers import Workers, num_cores, start_workers
 from txl_dist.errors import ConfigError, DataError
@@ -229,13 +229,13 @@ def _is_there(out: _Output, request: RequestHashes) -> bool:
     Raises DataError if it has another corpus, or other files and no interrupted preparation.
     """
     files = Bucket(out.location)  # without retries: an address that is wrong is reported at once
-    content = files.find(INDEX_NAME)
+    content = read_if_present(files, INDEX_NAME)
     if content is not None:
-        prepared = json.loads(files.find(PREPARED_NAME) or b"{}")
+        prepared = json.loads(read_if_present(files, PREPARED_NAME) or b"{}")
         if (prepared.get("settings"), prepared.get("inputs")) != (request.settings, request.inputs):
             raise another_corpus(Path(out.location), "it was prepared from other inputs or settings")
         return True
-    if files.sizes() and Bucket(out.scratch).find(STAMP) is None:
+    if files.sizes() and read_if_present(Bucket(out.scratch), STAMP) is None:
         raise DataError(f"{out.location} contains other files but no corpus. Choose another output.")
     return False
 

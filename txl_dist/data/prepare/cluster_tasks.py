@@ -55,6 +55,7 @@ from txl_dist.data.prepare.tokenize import (
     records_of,
 )
 from txl_dist.data.prepare.workdir import CORPUS, TOKENIZER_DONE
+from txl_dist.data.storage.bucket import read_if_present
 from txl_dist.data.workers import start_workers
 from txl_dist.errors import DataError
 from txl_dist.io.files import typed, write_bytes
@@ -164,7 +165,7 @@ def check_node(places: Places, token: str, inputs: Sequence[str], node: str) -> 
     remedy = "Use a folder that all nodes share under the same path, or a URL of an object store (--workdir, --out)."
     for location in places:
         files = shared_files(location)
-        if files.find("token") != token.encode():
+        if read_if_present(files, "token") != token.encode():
             raise DataError(f"node {node} does not see the folder {location} of this machine. {remedy}")
     work = shared_files(places.work)
     work.write(f"token-{node}", b"")
@@ -186,7 +187,7 @@ def choose_on_node(places: Places, settings: PrepareSettings, files: Sequence[So
     work = shared_files(places.work)
     with _node_folder() as folder, ExitStack() as streams:
         for name in (TOKENIZER_NAME, TOKENIZER_DONE):
-            content = work.find(name)
+            content = read_if_present(work, name)
             if content is not None:
                 write_bytes(folder / name, content)
         job = Preparation(settings, folder, list(files))
@@ -203,7 +204,7 @@ def scan_group(job: ScanJob, group: FileGroup) -> ScannedGroup:
     work = shared_files(job.places.work)
     facts = repr((job.stamp, job.part_bytes, [file[:5] for file in group.files]))
     name = f"scan-{hashlib.sha256(facts.encode()).hexdigest()[:32]}.json"
-    content = work.find(name)
+    content = read_if_present(work, name)
     if content is not None:
         return _scanned(json.loads(content))
     ranges = []
@@ -275,7 +276,7 @@ def encode_on_node(job: EncodeJob, task: EncodeTask) -> list[PartInfo]:
 
 def find_part(work: SharedFiles, number: int) -> PartInfo | None:
     """Return the description of a part that is finished, or None."""
-    content = work.find(f"{name_of_part(number)}.json")
+    content = read_if_present(work, f"{name_of_part(number)}.json")
     try:
         return part_info_of(json.loads(content or b"null"))
     except ValueError:

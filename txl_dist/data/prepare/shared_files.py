@@ -21,7 +21,7 @@ from typing import Any
 
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.data.storage.bucket_lock import LOCK, BucketLock, is_lock
 from txl_dist.errors import DataError, UnreachableError
 from txl_dist.io.files import flush_folder, fsync, open_new
@@ -53,15 +53,6 @@ class FolderFiles:
         with self._errors(name, "read"), (self._folder / name).open("rb") as stream:
             stream.seek(first)
             return stream.read(-1 if end is None else end - first)
-
-    def find(self, name: str) -> bytes | None:
-        """Return the content of a file, or None if it is missing."""
-        try:
-            return self.read(name)
-        except UnreachableError:
-            raise
-        except DataError:
-            return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, or replace it."""
@@ -152,7 +143,7 @@ def claim_urls(urls: Sequence[str], *, stamp: str, can_continue: bool) -> Iterat
 
 def _take_over_url(files: Bucket, *, stamp: str, can_continue: bool) -> None:
     """Keep the work of an earlier process with the same stamp. Otherwise remove it with a warning."""
-    content = files.find(STAMP)
+    content = read_if_present(files, STAMP)
     if content == stamp.encode() and can_continue:
         return
     left = [name for name in files.sizes() if not is_lock(name)]

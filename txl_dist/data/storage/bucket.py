@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying, s3_code
 from txl_dist.errors import DataError, UnreachableError
@@ -37,6 +37,13 @@ _MAX_PARTS = 9000
 _REMOVALS_AT_ONCE = 16
 _NOT_CREATED = ("PreconditionFailed", "ConditionalRequestConflict")
 """Codes of S3 for an object that exists already, or that another process creates at the same moment."""
+
+
+class Readable(Protocol):
+    """Place with files that are read by name, such as a `Bucket`."""
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file. Raises DataError if it is missing, and UnreachableError."""
 
 
 class Bucket:
@@ -87,15 +94,6 @@ class Bucket:
         content: bytes = self._try("read", name, lambda: self._file_system.cat_file(self._path(name), **limits))
         return content
 
-    def find(self, name: str) -> bytes | None:
-        """Return the content of an object, or None if there is no such object. Raises UnreachableError."""
-        try:
-            return self.read(name)
-        except UnreachableError:
-            raise
-        except DataError:
-            return None
-
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, or replace it. Raises UnreachableError."""
         self._try("write", name, lambda: self._file_system.pipe_file(self._path(name), content))
@@ -118,7 +116,7 @@ class Bucket:
             except OSError as error:
                 if not isinstance(error, FileExistsError) and s3_code(error) not in _NOT_CREATED:
                     raise
-                return self.find(name) == content  # the answer to an earlier try can have been lost
+                return read_if_present(self, name) == content  # the answer to an earlier try can have been lost
             return True
 
         return self._try("write", name, create)
@@ -203,6 +201,16 @@ def _stream_to_s3(file_system: Any, path: Path, target: str) -> None:
         raise translate_boto_error(error) from error
     finally:
         file_system.invalidate_cache()
+
+
+def read_if_present(files: Readable, name: str) -> bytes | None:
+    """Return the content of a file, or None if there is no such file. Raises UnreachableError."""
+    try:
+        return files.read(name)
+    except UnreachableError:
+        raise
+    except DataError:
+        return None
 
 
 def in_threads(action: Callable[[Item], object], items: Iterable[Item], *, at_once: int) -> None:

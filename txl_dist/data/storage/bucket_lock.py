@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from txl_dist.console.logging import logger
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
 from txl_dist.errors import ConfigError, UnreachableError
 from txl_dist.io.files import parse_object, sha256_of_bytes
@@ -173,7 +173,7 @@ def _successor(owner: LockOwner) -> str:
 
 def _read_owner(bucket: Bucket, name: str) -> LockOwner | None:
     """Return the job that an object names, or None if there is no such object. Wrong content names an unknown job."""
-    content = bucket.find(name)
+    content = read_if_present(bucket, name)
     if content is None:
         return None
     try:

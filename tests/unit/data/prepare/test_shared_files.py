@@ -13,6 +13,7 @@ import pytest
 from txl_dist.data.prepare.cluster import _NodeRates
 from txl_dist.data.prepare.cluster_tasks import Places, check_node
 from txl_dist.data.prepare.shared_files import STAMP, FolderFiles, SharedFiles, claim_urls, shared_files
+from txl_dist.data.storage.bucket import read_if_present
 from txl_dist.data.storage.bucket_lock import LOCK
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import ConfigError, DataError, UnreachableError
@@ -36,7 +37,7 @@ def test_files_are_written_read_by_range_and_removed(files: SharedFiles, tmp_pat
     assert files.read("a", 5, 5) == b""
     assert files.sizes() == {"a": 10, "b": 6}
     files.remove(["a", "missing"])
-    assert files.find("a") is None
+    assert read_if_present(files, "a") is None
     with pytest.raises(DataError, match="cannot read"):
         files.read("a")
 

@@ -13,7 +13,7 @@ import pytest
 
 from txl_dist.artifacts import CHECKPOINTS
 from txl_dist.config.schema import CheckpointSection
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.errors import ConfigError, UnreachableError
 from txl_dist.io.files import sha256_of_bytes
 from txl_dist.io.manifest import MANIFEST, listed_files, write_manifest
@@ -233,9 +233,9 @@ def test_checkpoints_are_uploaded_with_the_records_and_old_ones_removed(
         uploader.enqueue(checkpoint(run, step))
         wait_for(lambda: uploader.is_idle)
     assert whole_steps(bucket) == [2, 3]
-    assert bucket.find("metrics.jsonl") == b"{}\n"
+    assert read_if_present(bucket, "metrics.jsonl") == b"{}\n"
     newest = list_mirrored(bucket.sizes(CHECKPOINTS, nested=True))[-1]
-    assert set(listed_files(bucket.find(newest.manifest) or b"", where="there")) == {
+    assert set(listed_files(read_if_present(bucket, newest.manifest) or b"", where="there")) == {
         "engine/00000.safetensors",
         "state.json",
     }

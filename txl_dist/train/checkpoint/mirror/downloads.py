@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from txl_dist.artifacts import CHECKPOINTS, LOG, RECORDS, checkpoint_folder, list_checkpoints, step_of
 from txl_dist.console.formatting import format_bytes
 from txl_dist.console.logging import logger, warn_for_all
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import CheckpointError, DataError, UnreachableError, raised_everywhere
 from txl_dist.fault_injection import failpoint
@@ -126,7 +126,7 @@ def _manifest_of(checkpoint: MirroredCheckpoint, place: Place) -> tuple[bytes, d
     Raises CheckpointError if the disk has no room for the files.
     """
     assert place.bucket is not None
-    manifest = place.bucket.find(checkpoint.manifest) or b""
+    manifest = read_if_present(place.bucket, checkpoint.manifest) or b""
     try:
         files = listed_files(manifest, where=checkpoint.manifest)
     except CheckpointError as error:

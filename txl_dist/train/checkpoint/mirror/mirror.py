@@ -15,7 +15,7 @@ from pathlib import Path
 
 from txl_dist.artifacts import CHECKPOINTS, SETTINGS, is_url, list_checkpoints, step_of
 from txl_dist.config.load import Config, load_config
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.distributed.recovery.seat import node_name
@@ -266,7 +266,7 @@ def _shares_a_checkpoint(bucket: Bucket, local: Sequence[Path]) -> bool:
 
 def _check_settings(bucket: Bucket, config: Config) -> None:
     """Raise ConfigError if the run in the mirror has other frozen settings."""
-    content = bucket.find(SETTINGS)
+    content = read_if_present(bucket, SETTINGS)
     if content is None:
         return
     with tempfile.TemporaryDirectory() as folder:

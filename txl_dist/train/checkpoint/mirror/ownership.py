@@ -11,7 +11,7 @@ import secrets
 import time
 from pathlib import Path
 
-from txl_dist.data.storage.bucket import Bucket
+from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import atomic_replace, parse_object, read_bytes
@@ -36,7 +36,7 @@ def write_local_id(run_dir: Path, run_id: str, *, url: str) -> None:
 
 def read_mirror_id(bucket: Bucket) -> str:
     """Return the id of the run that a mirror belongs to, or an empty text for a new mirror. Raises UnreachableError."""
-    content = bucket.find(RUN)
+    content = read_if_present(bucket, RUN)
     if content is None:
         return ""
     try:

@@ -22,6 +22,7 @@ from txl_dist.artifacts import CHECKPOINTS, checkpoint_folder, list_checkpoints,
 from txl_dist.config.load import Config
 from txl_dist.console.logging import logger
 from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.data.storage.bucket import read_if_present
 from txl_dist.distributed.collectives import gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import CheckpointError, raised_everywhere
 from txl_dist.io.files import flush_folder, read_bytes, resolve_inside, sha256_of_file, unique_path, write_bytes
@@ -161,7 +162,7 @@ def _manifest_of(candidate: Candidate, place: Place, folder: Path) -> bytes:
     def read() -> bytes:
         if candidate.mirrored is None or place.bucket is None:
             return b""
-        return place.bucket.find(candidate.mirrored.manifest) or b""
+        return read_if_present(place.bucket, candidate.mirrored.manifest) or b""
 
     return run_on_rank0(read)
 

@@ -23,7 +23,7 @@ from txl_dist.artifacts import CHECKPOINTS, LOG, RECORDS, SETTINGS, step_of
 from txl_dist.config.schema import CheckpointSection
 from txl_dist.console.formatting import format_bytes
 from txl_dist.console.logging import logger
-from txl_dist.data.storage.bucket import Bucket, in_threads
+from txl_dist.data.storage.bucket import Bucket, in_threads, read_if_present
 from txl_dist.errors import UnreachableError
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object, read_bytes
@@ -335,7 +335,7 @@ class Uploader:
 
     def _follow(self) -> None:
         """Upload the files of the announced checkpoint, on a node other than the first."""
-        content = self._bucket.find(ANNOUNCED)
+        content = read_if_present(self._bucket, ANNOUNCED)
         announced = parse_object(content)["folder"] if content else ""
         with self._changed:
             waiting = list(self._waiting)
