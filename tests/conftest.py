@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.helpers import durations, starts, warm_programs
+from tests.helpers.object_store import ObjectStore, serve_objects
 
 # The first fp64 exponential that several threads share is now and then of low accuracy (3e-9 instead of 1e-16, in 3 of
 # 120 processes; torch 2.13 with MKL): the threads race to set the library up. One that is too small to share does it.
@@ -58,6 +59,15 @@ def warm_bin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with warm_programs.serve(folder) as server:
         yield folder
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    """An S3 server on the loopback with an empty bucket, which the environment of the module's tests names."""
+    with serve_objects() as store, pytest.MonkeyPatch.context() as patch:
+        for name, value in store.variables.items():
+            patch.setenv(name, value)
+        yield store
 
 
 @pytest.hookimpl(tryfirst=True)

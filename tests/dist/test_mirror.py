@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tests.chaos.lab import Lab
 from tests.chaos.runs import Run
 from tests.helpers import forked
 from tests.helpers.job import Job
-from tests.helpers.object_store import ObjectStore, serve_objects
+from tests.helpers.object_store import ObjectStore
 from txl_dist.data.storage.bucket import Bucket
 from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.distributed.processes import process_id
@@ -25,14 +24,6 @@ from txl_dist.distributed.processes import process_id
 pytestmark = pytest.mark.dist
 
 SHORT = ("--train.max_steps", "12", "--checkpoint.every_steps", "4", "--checkpoint.keep_last", "2")
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    with serve_objects() as store, pytest.MonkeyPatch.context() as patch:
-        for name, value in store.variables.items():
-            patch.setenv(name, value)
-        yield store
 
 
 @pytest.fixture(scope="module")

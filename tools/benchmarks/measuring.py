@@ -112,10 +112,17 @@ def peak_mib(action: Callable[[], object], *, runs: int = 2) -> float:
         before = torch.cuda.memory_allocated()
         _repeat(action, runs)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    resident_peak_mib()
     before_kib = _status_kib("VmRSS")
     _repeat(action, runs)
     return (_status_kib("VmHWM") - before_kib) / 1024
+
+
+def resident_peak_mib() -> float:
+    """Return the largest resident memory of this process since the last call, in MiB."""
+    peak = _status_kib("VmHWM") / 1024
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    return peak
 
 
 def print_peak(peak: float) -> None:

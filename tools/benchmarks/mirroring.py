@@ -1,15 +1,20 @@
 """Measure what a mirror in object storage costs a training run, and how fast it uploads.
 
-    python -m tools.benchmarks.mirroring                              some minutes, on an S3 server on the loopback
-    python -m tools.benchmarks.mirroring --layers 1 --steps 4 --mib 1 --rounds 1     the smallest size, some seconds
+    python -m tools.benchmarks.mirroring                        some minutes, on an S3 server on the loopback
+    python -m tools.benchmarks.mirroring --layers 1 --steps 4 --mib 1 --rounds 1 --runs 1   the smallest size
 
     share       time that the main thread spends in the mirror's code / time of the steps between the first and the last
-    memory      peak resident memory of the run with a mirror, minus that of the same run without one
-    rate        bytes per second of the mirror's thread / bytes per second of `s3fs.put` on the same files
+    memory      peak resident memory of a step in the run with a mirror, minus that of the same run without one: the
+                difference of the medians and of the largest over all steps but the first
+    transfer    growth of resident memory during one upload, by the mirror's thread and by `s3fs.put`
+    rate        bytes per second of the mirror's thread / bytes per second of `s3fs.put` on the same files: the fastest
+                rounds, then the medians
+    CPU         seconds of this process for one upload, all threads, in the cheapest rounds
 
-A run is one process with one thread. It saves every second step, which is far more often than in practice. The server
-is moto's, which runs on the same machine, so both rates are those of the server and the processor. The extra `dev` has
-it.
+A run is one process with one thread. It saves every second step, which is far more often than in practice. Each kind of
+run is repeated, and the smaller memory counts. The two kinds of upload take turns after one round to warm up, and each
+has its own connections to the same server. Their objects are removed between the rounds. The server is moto's, which
+runs on the same machine, so both rates are those of the server and the processor. The extra `dev` has it.
 """
 
 from __future__ import annotations
@@ -17,72 +22,50 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tools.benchmarks.measuring import positive
+from tools.benchmarks.measuring import Timing, milliseconds, peak_mib, positive, resident_peak_mib, speedup
 from txl_dist.artifacts import CHECKPOINTS
 from txl_dist.config.schema import CheckpointSection
-from txl_dist.distributed.rendezvous import free_port
+from txl_dist.data.storage.bucket import Bucket
 from txl_dist.io.files import sha256_of_file
 from txl_dist.io.manifest import write_manifest
+from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
 
-BUCKET = "bench"
 _MIB = 2**20
 
 
-@contextmanager
-def s3_server() -> Iterator[Any]:
-    """Start an S3 server with one bucket, and yield its file system. The variables of this process lead to it."""
-    port = free_port()
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "no_proxy": "127.0.0.1",
-    }
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        from s3fs import S3FileSystem
+class RunCost(NamedTuple):
+    """Cost of one run: seconds of its steps and of the mirror's code, and peak memory of each step but the first."""
 
-        file_system = S3FileSystem(use_listings_cache=False)
-        for _ in range(600):
-            try:
-                file_system.mkdir(BUCKET)
-                break
-            except Exception:  # noqa: BLE001  it does not listen yet
-                time.sleep(0.2)
-        yield file_system
-    finally:
-        server.kill()
-        server.wait()
+    steps_s: float
+    mirror_s: float
+    peaks_mib: list[float]
 
 
-def run_once(folder: Path, url: str, *, layers: int, steps: int) -> dict[str, float]:
-    """Train in this process, and return the seconds of the steps and of the mirror's code, and the peak memory."""
+def run_once(folder: Path, url: str, *, layers: int, steps: int) -> RunCost:
+    """Train in this process, and return what it costs."""
     from txl_dist.data.prepare.run import prepare_corpus
     from txl_dist.train import start
     from txl_dist.train.callbacks import Callback, StepEnd
     from txl_dist.train.checkpoint.mirror.mirror import Mirror
 
     class Clock(Callback):
-        """Times of the ends of the steps."""
+        """Times of the ends of the steps, and the peak memory since the step before."""
 
         def __init__(self) -> None:
             self.times_s: list[float] = []
+            self.peaks_mib: list[float] = []
 
         def on_step_end(self, end: StepEnd) -> None:
             self.times_s.append(time.perf_counter())
+            self.peaks_mib.append(resident_peak_mib())
 
     text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 2000, encoding="utf-8")
@@ -115,11 +98,10 @@ def run_once(folder: Path, url: str, *, layers: int, steps: int) -> dict[str, fl
         callbacks=[clock],
     )
     mirror_s = sum(mirror.seconds for mirror in opened if mirror is not None)
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"steps_s": clock.times_s[-1] - clock.times_s[0], "mirror_s": mirror_s, "peak_mib": peak_mib}
+    return RunCost(clock.times_s[-1] - clock.times_s[0], mirror_s, clock.peaks_mib[1:])
 
 
-def in_new_process(url: str, *, layers: int, steps: int) -> dict[str, float]:
+def in_new_process(url: str, *, layers: int, steps: int) -> RunCost:
     """Return the result of `run_once` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--one", url, "--folder", folder, "--layers", str(layers), "--steps", str(steps)]
@@ -128,39 +110,68 @@ def in_new_process(url: str, *, layers: int, steps: int) -> dict[str, float]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
-        result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-        return result
+        return RunCost(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def rates(file_system: Any, folder: Path, *, mib: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Return MiB per second of each round (by the mirror's thread, by s3fs), for two files of `mib` MiB."""
-    from txl_dist.data.storage.bucket import Bucket
-    from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
+class Uploads:
+    """Two ways to upload a checkpoint of two files: by the mirror's thread, and by `s3fs.put`."""
 
-    ours = []
-    plain = []
-    names = ("engine/00000.safetensors", "lanes/00000-00003.safetensors")
-    for number in range(rounds):
-        checkpoint = folder / CHECKPOINTS / f"step_{number + 1:09d}"
+    def __init__(self, file_system: Any, url: str, folder: Path, *, mib: int) -> None:
+        self._file_system = file_system
+        self._url = url
+        self._run_dir = folder
+        self._checkpoint = folder / CHECKPOINTS / "step_000000001"
+        self._names = ("engine/00000.safetensors", "lanes/00000-00003.safetensors")
         files = {}
-        for name in names:
-            path = checkpoint / name
+        for name in self._names:
+            path = self._checkpoint / name
             path.parent.mkdir(parents=True)
             path.write_bytes(os.urandom(mib * _MIB))
             files[name] = {"bytes": mib * _MIB, "sha256": sha256_of_file(path)}
-        write_manifest(checkpoint, files)
-        bucket = Bucket(f"s3://{BUCKET}/rate")
-        uploader = Uploader(bucket, CheckpointSection(), run_dir=folder, is_first=True, num_nodes=1)
-        start_s = time.perf_counter()
-        file_system.put(str(checkpoint), f"{BUCKET}/plain/{number}", recursive=True)
-        plain.append(2 * mib / (time.perf_counter() - start_s))
-        start_s = time.perf_counter()
-        uploader.enqueue(Upload(checkpoint, names))
+        write_manifest(self._checkpoint, files)
+
+    def by_mirror(self) -> None:
+        """Upload by the mirror's thread, until it is idle."""
+        bucket = Bucket(f"{self._url}/mirror")
+        uploader = Uploader(bucket, CheckpointSection(), run_dir=self._run_dir, is_first=True, num_nodes=1)
+        uploader.enqueue(Upload(self._checkpoint, self._names))
         while not uploader.is_idle:
-            time.sleep(0.001)
-        ours.append(2 * mib / (time.perf_counter() - start_s))
+            time.sleep(0.002)
         uploader.close()
-    return ours, plain
+
+    def by_s3fs(self) -> None:
+        """Upload by s3fs."""
+        self._file_system.put(str(self._checkpoint), f"{self._url}/plain", recursive=True)
+
+    def remove(self) -> None:
+        """Remove the uploaded objects."""
+        for folder in self._file_system.ls(self._url, refresh=True):
+            self._file_system.rm(folder, recursive=True)
+
+    def memory(self) -> dict[str, float]:
+        """Return the growth of resident memory in MiB of one upload in each way. Call it before `timings`."""
+        growths = {}
+        for name, action in (("mirror", self.by_mirror), ("s3fs", self.by_s3fs)):
+            growths[name] = peak_mib(action, runs=1)
+            self.remove()
+        return growths
+
+    def timings(self, *, rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
+        """Return the times of each way, and its smallest CPU seconds, over the rounds after one round to warm up."""
+        actions = {"mirror": self.by_mirror, "s3fs": self.by_s3fs}
+        times_ms: dict[str, list[float]] = {name: [] for name in actions}
+        cpu_s: dict[str, list[float]] = {name: [] for name in actions}
+        for number in range(rounds + 1):
+            order = sorted(actions, reverse=number % 2 == 1)
+            for name in order:
+                begin_s = time.process_time()
+                time_ms = milliseconds(actions[name])
+                if number:
+                    times_ms[name].append(time_ms)
+                    cpu_s[name].append(time.process_time() - begin_s)
+                self.remove()
+        timings = {name: Timing(min(times), statistics.median(times)) for name, times in times_ms.items()}
+        return timings, {name: min(seconds) for name, seconds in cpu_s.items()}
 
 
 def main() -> None:
@@ -170,26 +181,46 @@ def main() -> None:
         "--layers", type=positive, default=6, help="layers of the model, of 3.4 million parameters each"
     )
     parser.add_argument("--steps", type=positive, default=30, help="steps of each run")
+    parser.add_argument("--runs", type=positive, default=2, help="runs with a mirror, and runs without one")
     parser.add_argument("--mib", type=positive, default=64, help="size of each of two files, in MiB")
-    parser.add_argument("--rounds", type=positive, default=5, help="uploads of these files")
+    parser.add_argument("--rounds", type=positive, default=8, help="timed uploads in each way")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
         print(json.dumps(run_once(options.folder, options.one, layers=options.layers, steps=options.steps)))
         return
-    with s3_server() as file_system, tempfile.TemporaryDirectory() as folder:
-        mirrored = in_new_process(f"s3://{BUCKET}/run", layers=options.layers, steps=options.steps)
-        alone = in_new_process("", layers=options.layers, steps=options.steps)
-        ours, plain = rates(file_system, Path(folder), mib=options.mib, rounds=options.rounds)
-    share_pct = 100 * mirrored["mirror_s"] / mirrored["steps_s"]
-    print(f"share   {share_pct:.3f} % of {mirrored['steps_s']:.1f} s ({1000 * mirrored['mirror_s']:.2f} ms)")
-    print(f"memory  {mirrored['peak_mib'] - alone['peak_mib']:+.0f} MiB ({mirrored['peak_mib']:.0f} MiB in all)")
-    ratios = [own / other for own, other in zip(ours, plain, strict=True)]
+    # Test helpers are imported here, because an installed package has no tests.
+    from tests.helpers.object_store import serve_objects
+
+    with serve_objects() as store, tempfile.TemporaryDirectory() as folder:
+        os.environ |= store.variables
+        mirrored = []
+        alone = []
+        for number in range(options.runs):
+            url = f"{store.url}/runs/{number}"
+            mirrored.append(in_new_process(url, layers=options.layers, steps=options.steps))
+            alone.append(in_new_process("", layers=options.layers, steps=options.steps))
+        uploads = Uploads(store.file_system, f"{store.url}/rates", Path(folder), mib=options.mib)
+        growths = uploads.memory()
+        timings, cpu_s = uploads.timings(rounds=options.rounds)
+    steps_s = sum(run.steps_s for run in mirrored)
+    mirror_s = sum(run.mirror_s for run in mirrored)
+    print(f"share     {100 * mirror_s / steps_s:.3f} % of {steps_s:.1f} s ({1000 * mirror_s:.2f} ms)")
+    median_mib = [min(statistics.median(run.peaks_mib) for run in runs) for runs in (mirrored, alone)]
+    most_mib = [min(max(run.peaks_mib) for run in runs) for runs in (mirrored, alone)]
     print(
-        f"rate    {statistics.median(ratios):.2f} of s3fs ({min(ratios):.2f} to {max(ratios):.2f}; "
-        f"{statistics.median(ours):.0f} and {statistics.median(plain):.0f} MiB/s)"
+        f"memory    {median_mib[0] - median_mib[1]:+.0f} MiB by the median step, {most_mib[0] - most_mib[1]:+.0f} MiB "
+        f"by the largest ({most_mib[0]:.0f} MiB in all)"
     )
+    print(f"transfer  {growths['mirror']:+.0f} MiB, s3fs {growths['s3fs']:+.0f} MiB")
+    ratios = speedup(timings, "mirror", base="s3fs")
+    mib_per_s = {name: 2 * options.mib / timing.min_ms * 1000 for name, timing in timings.items()}
+    print(
+        f"rate      {ratios.min_ms:.2f} of s3fs by the fastest rounds, {ratios.median_ms:.2f} by the medians "
+        f"({mib_per_s['mirror']:.0f} and {mib_per_s['s3fs']:.0f} MiB/s)"
+    )
+    print(f"CPU       {cpu_s['mirror']:.3f} s, s3fs {cpu_s['s3fs']:.3f} s")
 
 
 if __name__ == "__main__":

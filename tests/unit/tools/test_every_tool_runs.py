@@ -49,7 +49,7 @@ SMOKE: dict[str, list[str]] = {
     "benchmarks/export": ["BUNDLE", "--dtypes", "int8"],
     "benchmarks/loader": ["--tokens", "1200000", "--rounds", "1", "--read-mib", "64"],
     "benchmarks/metrics_logging": ["--rounds", "1"],
-    "benchmarks/mirroring": ["--layers", "1", "--steps", "4", "--mib", "1", "--rounds", "1"],
+    "benchmarks/mirroring": ["--layers", "1", "--steps", "4", "--mib", "1", "--rounds", "1", "--runs", "1"],
     "benchmarks/permutation": ["--tiny", "--rounds", "1", "--vocab-sizes", "50", "--lanes", "2"],
     "benchmarks/prepare": ["TEXT", "--rounds", "1", "--megabytes", "0.1", "--vocab-size", "300"],
     "benchmarks/prepare_cluster": ["TEXT", "--megabytes", "0.05", "--parts", "20"],

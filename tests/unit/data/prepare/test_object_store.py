@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.corpora import random_texts, write_jsonl
-from tests.helpers.object_store import BUCKET, ObjectStore, serve_objects
+from tests.helpers.object_store import BUCKET, ObjectStore
 from tests.unit.data.prepare.test_cluster import SETTINGS, content_of, on_cluster
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.storage.bucket import Bucket
@@ -36,20 +35,6 @@ workers = PoolWorkers(None, 1) if not cluster else None
 prepare_on_cluster(output, workers=workers, cluster=cluster, **settings)
 """
 """Program that prepares a corpus, in its own process or on a Ray cluster."""
-
-
-@pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    with serve_objects() as store, pytest.MonkeyPatch.context() as patch:
-        for name, value in store.variables.items():
-            patch.setenv(name, value)
-        yield store
-
-
-@pytest.fixture(autouse=True)
-def _variables(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in store.variables.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
