@@ -18,7 +18,7 @@ import torch
 from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints
 from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
-from txl_dist.config.schema import paths_of_sets
+from txl_dist.config.schema import Precision, paths_of_sets
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.data.loader.corpora import Corpora
@@ -38,7 +38,7 @@ from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, Unr
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
-from txl_dist.train.checkpoint.mirror.mirror import Mirror, open_mirror
+from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.recovery import InJobRecovery, Recovery
 from txl_dist.train.checkpoint.slots import Share
@@ -259,8 +259,17 @@ def _choose_precision(config: Config, ranks: RankInfo, *, resume: str) -> Chosen
     given = config.engine.precision
     kept = None
     if given == "auto":
-        kept = run_on_rank0(lambda: kept_precision(Path(config.run.dir), resume=resume))
+        kept = run_on_rank0(lambda: _precision_of_run(config, resume=resume))
     return agree_on_precision(given, kept=kept, device=ranks.device)
+
+
+def _precision_of_run(config: Config, *, resume: str) -> Precision | None:
+    """Return the precision of the run that continues, from the disk or else from the mirror. Return None for a new
+    run."""
+    kept = kept_precision(Path(config.run.dir), resume=resume)
+    if kept is None and config.checkpoint.mirror:
+        kept = mirrored_precision(config)
+    return kept
 
 
 def _lock(run_dir: Path, stack: ExitStack, member: Member | None) -> RunLock:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from txl_dist.artifacts import CHECKPOINTS
+from txl_dist.artifacts import CHECKPOINTS, SETTINGS
+from txl_dist.config.load import config_from_dict, config_to_toml
 from txl_dist.config.schema import CheckpointSection
 from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.errors import ConfigError, UnreachableError
@@ -32,7 +33,7 @@ from txl_dist.train.checkpoint.mirror.choices import (
     why_foreign,
 )
 from txl_dist.train.checkpoint.mirror.downloads import _Fetch
-from txl_dist.train.checkpoint.mirror.mirror import leaders_of
+from txl_dist.train.checkpoint.mirror.mirror import leaders_of, mirrored_precision
 from txl_dist.train.checkpoint.mirror.ownership import claim_id, read_mirror_id
 from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
 
@@ -54,6 +55,15 @@ def mirrored(*names: list[str]) -> list[MirroredCheckpoint]:
 def test_a_checkpoint_of_the_mirror_is_whole_with_its_manifest_only() -> None:
     found = list_mirrored([*objects(10, manifest=False), *objects(2), "config.toml", "checkpoints/notes.txt"])
     assert [(checkpoint.step, checkpoint.is_whole) for checkpoint in found] == [(2, True), (10, False)]
+
+
+def test_the_precision_of_a_run_is_that_of_its_settings_in_the_mirror(bucket: Bucket, tmp_path: Path) -> None:
+    config = config_from_dict({"checkpoint": {"mirror": bucket.location}}, source="test")
+    assert mirrored_precision(config) is None, "a new run"
+    saved = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
+    (tmp_path / SETTINGS).write_text(config_to_toml(saved), encoding="utf-8")
+    bucket.upload(tmp_path / SETTINGS, SETTINGS)
+    assert mirrored_precision(config) == "bf16"
 
 
 def test_two_saves_of_one_step_never_share_a_folder() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from txl_dist.artifacts import CHECKPOINTS, SETTINGS, is_url, list_checkpoints, step_of
 from txl_dist.config.load import Config, load_config
+from txl_dist.config.schema import Precision
 from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
@@ -226,6 +227,21 @@ def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -
     return Mirror(config, ranks, watch, bucket, lock)
 
 
+def mirrored_precision(config: Config) -> Precision | None:
+    """Return the precision of the run in the mirror of these settings, or None if there is no such run.
+
+    Rank 0 calls this function, before it opens the mirror. Raises TxlError if the mirror cannot be read.
+    """
+    url = config.checkpoint.mirror
+    if not is_url(url):
+        return None
+    with _refused():
+        settings = _settings_in(Bucket(url, allow=config.data.allow_protocols))
+    if settings is None or settings.engine.precision == "auto":
+        return None
+    return settings.engine.precision
+
+
 def leaders_of(nodes: Sequence[str]) -> list[int]:
     """Return the first rank of each node. `nodes` has the node of each rank."""
     return [rank for rank, node in enumerate(nodes) if node not in nodes[:rank]]
@@ -266,13 +282,21 @@ def _shares_a_checkpoint(bucket: Bucket, local: Sequence[Path]) -> bool:
 
 def _check_settings(bucket: Bucket, config: Config) -> None:
     """Raise ConfigError if the run in the mirror has other frozen settings."""
+    settings = _settings_in(bucket)
+    if settings is not None:
+        refuse_frozen_changes(settings, config, made=bucket.location)
+
+
+def _settings_in(bucket: Bucket) -> Config | None:
+    """Return the settings of the run in the mirror, or None if there is no run. Raises ConfigError if they are
+    damaged."""
     content = read_if_present(bucket, SETTINGS)
     if content is None:
-        return
+        return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / SETTINGS
         write_bytes(path, content)
-        refuse_frozen_changes(load_config(path), config, made=bucket.location)
+        return load_config(path)
 
 
 @contextmanager
