@@ -188,7 +188,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = arguments.config
-        changes: dict[str, Any] = {"run": {"dir": str(folder / "run")}}
+        changes: dict[str, Any] = {"run": {"dir": str(folder / "run")}, "engine": {"precision": "fp32"}}
         if path is None:
             prepare_corpus(folder)
             path = folder / "ends.toml"

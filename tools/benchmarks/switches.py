@@ -43,10 +43,11 @@ WHOLE = ("muon", "decay", "short_memory", "zero_init", "value_residual", "wsd")
 
 
 def config_with(names: tuple[str, ...] = (), **more: Any) -> Config:
-    """Return the quickstart's settings on one rank in one micro-batch, with these switches. `more` has keys of the form
-    section__key."""
+    """Return the quickstart's settings in fp32, on one rank in one micro-batch, with these switches. `more` has keys of
+    the form section__key."""
     base = load_config(QUICKSTART)
     values: dict[str, Any] = {"engine.zero_stage": 0, "train.microbatch_lanes": base.train.num_lanes}
+    values["engine.precision"] = "fp32"
     for name in names:
         values |= SWITCHES[name]
     return changed(base, values | {key.replace("__", "."): value for key, value in more.items()})

@@ -6,10 +6,10 @@
 
 Each part prepares a corpus, trains, resumes from an older checkpoint, evaluates, exports and inspects the results. It
 uses only the command line, so one version of this file can measure any commit. It runs with one thread and fixed seeds
-on the CPU. `quickstart` is the first 60 steps of configs/quickstart.toml. `zero0` to `zero3` and `bf16` are tiny runs
-on two ranks with different settings. Paths, times, versions of code and formats, and hashes of settings are not
-compared. RENAMED maps today's names to those of version 0.2, so that a renamed setting or key is not a difference, but
-a changed value is. The hashes are equal only on the same machine with the same versions of all packages.
+on the CPU. `quickstart` is the first 60 steps of configs/quickstart.toml in fp32. `zero0` to `zero3` and `bf16` are
+tiny runs on two ranks with different settings. Paths, times, versions of code and formats, and hashes of settings are
+not compared. RENAMED maps today's names to those of version 0.2, so that a renamed setting or key is not a difference,
+but a changed value is. The hashes are equal only on the same machine with the same versions of all packages.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ every_steps = 4
 log_every_steps = 1
 """
 PARTS = {
-    "quickstart": "--train.max_steps 60 --checkpoint.every_steps 20 --metrics.sample_every_steps 30 "
-    "--metrics.log_every_steps 1 --eval.max_tokens 20000",
+    "quickstart": "--engine.precision fp32 --train.max_steps 60 --checkpoint.every_steps 20 "
+    "--metrics.sample_every_steps 30 --metrics.log_every_steps 1 --eval.max_tokens 20000",
     "zero0": "--engine.zero_stage 0 --model.positions learned_relative --model.num_distances 12 --optim.name lamb",
     "zero1": "--engine.zero_stage 1 --data.document_border mask --model.attention_dropout 0.1",
     "zero2": "--engine.zero_stage 2 --model.same_length memory --model.clamp_len 10 --optim.name adam "

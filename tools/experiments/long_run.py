@@ -3,7 +3,7 @@
     python -m tools.experiments.long_run configs/quickstart.toml --data data/stdlib --steps 2000 --out runs/long
     python -m tools.experiments.long_run --table    write the table of notebook/results.md, and its picture
 
-The runs of one recipe use two ranks and run one after the other:
+The runs of one recipe use two ranks and fp32, and run one after the other:
 
     unbroken    from its first step to its last, without interruption
     killed      SIGKILL to all its processes at `--kills` random steps; the same command resumes it each time
@@ -289,7 +289,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     every = {"eval.every_steps": arguments.steps // NUM_EVALUATIONS, "checkpoint.every_steps": SAVE_EVERY}
     every |= {"metrics.log_every_steps": 1, "metrics.sample_every_steps": 0, "train.max_steps": arguments.steps}
-    base = changed(load_config(arguments.recipe), {**every, "data.path": str(arguments.data.resolve())})
+    shared = {**every, "engine.precision": "fp32", "data.path": str(arguments.data.resolve())}
+    base = changed(load_config(arguments.recipe), shared)
     seeds = {name: arguments.seed for name in (UNBROKEN, KILLED, MOVED)}
     seeds |= {f"seed {seed}": seed for seed in range(arguments.seed + 1, arguments.seed + 1 + arguments.more_seeds)}
     records = [] if arguments.trial else read_rows(RECORDS, Record)

@@ -7,7 +7,8 @@ An entry is a recipe, trained by `txl launch --num_accelerators 2`, or the origi
 ids (benchmarks/original_train.py). `--then NAME "--optim.lr 4e-3 ..."` adds an entry: the first recipe with these
 settings and with those of each `--then` before it. Entries take turns, seed by seed. A row is appended to speedrun.csv
 at once. A run that has a row for the same settings and corpus is not measured again. An interrupted run is resumed
-(ours) or begins again (theirs), and the seconds of all its starts count.
+(ours) or begins again (theirs), and the seconds of all its starts count. A recipe with engine.precision = "auto" is
+trained in fp32, which the original uses. `--then "bf16" "--engine.precision bf16"` adds an entry in bf16.
 """
 
 from __future__ import annotations
@@ -119,13 +120,21 @@ def with_flags(config: Config, flags: str) -> Config:
 def entries_of(recipes: Sequence[Path], steps: Sequence[tuple[str, str]], *, corpus: Path) -> list[Entry]:
     """Return the first recipe, then this recipe with more and more settings, then the other recipes. Raises
     ConfigError."""
-    first, *others = (entry_of(path.stem, changed(load_config(path), {"data.path": str(corpus)})) for path in recipes)
+    first, *others = (entry_of(path.stem, _settings_of(path, corpus=corpus)) for path in recipes)
     entries = [first]
     for name, flags in steps:
         config = entries[-1].config
         assert config is not None
         entries.append(entry_of(name, with_flags(config, flags)))
     return [*entries, *others]
+
+
+def _settings_of(recipe: Path, *, corpus: Path) -> Config:
+    """Return the settings of a recipe with this corpus. They mean the same work on every processor."""
+    config = changed(load_config(recipe), {"data.path": str(corpus)})
+    if config.engine.precision == "auto":
+        config = changed(config, {"engine.precision": "fp32"})
+    return config
 
 
 def original_entry(folder: Path, like: Config, *, more: Sequence[str]) -> Entry:

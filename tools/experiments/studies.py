@@ -12,9 +12,9 @@
     sizes      three widths, from which tools/experiments/prediction.py predicts the loss of `larger`
     larger     the predicted model; train it after the prediction is committed
 
-All runs use configs/modern_quickstart.toml except for the one setting, with the same number of steps and tokens. The
-loss is that of the whole validation split, with memory. The loss by position comes from the last evaluation during
-training. Seconds are those of the steps. Compare them only if no other program ran, with `--jobs 1`.
+All runs use configs/modern_quickstart.toml in fp32 except for the one setting, with the same number of steps and
+tokens. The loss is that of the whole validation split, with memory. The loss by position comes from the last evaluation
+during training. Seconds are those of the steps. Compare them only if no other program ran, with `--jobs 1`.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def config_of(
     base = load_config(RECIPE)
     lanes = base.train.num_lanes // study.ranks
     values: dict[str, Any] = {"engine.zero_stage": 1 if study.ranks > 1 else 0, "train.microbatch_lanes": lanes}
+    values["engine.precision"] = "fp32"
     values |= {"train.max_steps": steps, "run.seed": seed, "run.dir": str(place), "data.path": str(corpus)}
     values |= {"eval.every_steps": max(1, steps // NUM_EVALUATIONS), "eval.max_tokens": EVALUATED_TOKENS}
     values |= {"checkpoint.every_steps": 0, "metrics.tensorboard": False, "metrics.sample_every_steps": 0}

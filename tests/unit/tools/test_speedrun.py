@@ -49,10 +49,11 @@ def test_other_settings_or_another_corpus_are_another_entry() -> None:
 
 def test_an_entry_is_known_by_all_settings_but_its_place_and_seed(tmp_path: Path) -> None:
     texts = {"a": "", "b": '[run]\ndir = "elsewhere"\nseed = 7\n', "c": "[optim]\nlr = 0.1\n"}
+    texts["auto"] = '[engine]\nprecision = "auto"\n'
     for name, text in texts.items():
         (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
-    a, b, c = (entries_of([tmp_path / f"{name}.toml"], [], corpus=tmp_path / name)[0].settings for name in texts)
-    assert a == b != c
+    a, b, c, auto = (entries_of([tmp_path / f"{name}.toml"], [], corpus=tmp_path / name)[0].settings for name in texts)
+    assert a == b == auto != c, "auto is measured in fp32 on every processor"
 
 
 def test_each_further_entry_has_the_changes_of_those_before_it_and_other_recipes_have_none(tmp_path: Path) -> None:

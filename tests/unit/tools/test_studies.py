@@ -33,6 +33,7 @@ def test_every_variant_can_be_started_on_its_ranks(name: str, variant: str, tmp_
     plan = plan_batch(config.train, world_size=study.ranks)
     assert plan.num_microbatches == 1
     assert (config.run.seed, config.train.max_steps, config.train.num_lanes) == (3, 70, 32)
+    assert config.engine.precision == ("bf16" if variant.startswith("bf16") else "fp32")
     assert parameters_outside_tables(config) > 100_000
 
 

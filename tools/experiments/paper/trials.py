@@ -62,7 +62,7 @@ class Size(NamedTuple):
     on_gpu: bool = False
 
 
-ALONE = {"engine.zero_stage": 0, "train.microbatch_lanes": 32}
+ALONE = {"engine.zero_stage": 0, "engine.precision": "fp32", "train.microbatch_lanes": 32}
 MUON = {"optim.name": "muon", "optim.muon_momentum": 0.9, "optim.lr": 1.6e-2}
 """Settings of notebook/speedrun.md with the same block. Muon needs half as many steps as Adam."""
 TINY_MODEL = {"model.num_layers": 1, "model.width": 16, "model.num_heads": 1, "model.head_width": 16}
