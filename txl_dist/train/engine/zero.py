@@ -656,8 +656,7 @@ def norm_over_ranks(parts: list[Tensor]) -> Tensor:
     The computation takes one reduction. It does not wait for the device, and allocates nothing of the size of a
     gradient. A norm above 1.8e19 becomes infinite.
     """
-    norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32))
-    return all_reduce_sum(norms.square().sum()).sqrt()
+    return all_reduce_sum(norms_of(parts).square().sum()).sqrt()
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:

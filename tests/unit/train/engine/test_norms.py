@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from txl_dist.train.engine import zero
 from txl_dist.train.engine.partitions import norms_of
 
 
@@ -15,6 +16,13 @@ def test_norms_of_many_values_are_those_in_fp64(size: int, dtype: torch.dtype) -
     (norm,) = norms_of([values])
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm.double(), values.double().norm(), rtol=1e-6, atol=0)
+
+
+def test_the_norm_over_ranks_of_a_large_table_is_that_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "all_reduce_sum", lambda values: values)
+    table, bias = torch.randn(3_000_064, generator=torch.Generator().manual_seed(1)).bfloat16().split([3_000_000, 64])
+    norm = zero.norm_over_ranks([table, bias])
+    torch.testing.assert_close(norm.double(), torch.cat([table, bias]).double().norm(), rtol=1e-6, atol=0)
 
 
 def test_norms_of_scaled_fp16_gradients_do_not_overflow_and_what_is_not_finite_stays_so() -> None:
