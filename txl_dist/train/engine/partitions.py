@@ -229,12 +229,13 @@ def fill(
     if not with_average:
         unwanted.add(AVERAGE)
     for tensor, pieces in partitions:
-        if not pieces:
+        saved = [piece for piece in pieces if _saved_place(piece, padded.get(piece.parameter))[1]]
+        if not saved:  # nothing, or padding, which is 0
             continue
-        moments = [kind for kind in source.kinds_of(pieces[0].parameter) if kind not in unwanted]
-        step = source.step_of(pieces[0].parameter)
+        moments = [kind for kind in source.kinds_of(saved[0].parameter) if kind not in unwanted]
+        step = source.step_of(saved[0].parameter)
         state = {kind: torch.zeros_like(tensor, requires_grad=False) for kind in moments}
-        for piece in pieces:
+        for piece in saved:
             for kind, target in {WEIGHT: tensor, **state}.items():
                 _view(target, piece).copy_(_saved_values(source, kind, piece, padded.get(piece.parameter)))
         if moments:
@@ -247,13 +248,21 @@ def fill(
             group["step"] = int(step)
 
 
+def _saved_place(piece: PartitionPiece, axes: PaddedAxes | None) -> tuple[int, int]:
+    """Return (first value, number of values) of a piece in the flattened parameter without padding. `axes` are those of
+    a padded parameter."""
+    if axes is None:
+        return piece.start, piece.length
+    start = axes.num_before(piece.start)
+    return start, axes.num_before(piece.start + piece.length) - start
+
+
 def _saved_values(source: Source, kind: str, piece: PartitionPiece, axes: PaddedAxes | None) -> Tensor:
     """Return the saved values of a piece as they are stored, in host memory. `axes` are those of a padded parameter."""
-    if axes is None:
-        return source.read(kind, piece.parameter, start=piece.start, length=piece.length)
-    start = axes.num_before(piece.start)
-    length = axes.num_before(piece.start + piece.length) - start
+    start, length = _saved_place(piece, axes)
     values = source.read(kind, piece.parameter, start=start, length=length)
+    if axes is None:
+        return values
     return axes.pad_range(values, start=piece.start, length=piece.length)
 
 

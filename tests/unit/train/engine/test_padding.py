@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.helpers.models import POSITIONS, VARIANTS, random_tokens, tiny_model
+from tests.helpers.xlnet import golden_model, order_of, read_golden
 from txl_dist.config.load import load_config
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.train.engine.padding import PaddedAxes, pad_widths, padded_width, stored_shapes
+from txl_dist.train.engine.partitions import Partition, PartitionPiece, fill
 
 LANES, LENGTH = 2, 6
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -74,6 +76,33 @@ def test_losses_and_gradients_are_those_of_the_logical_widths(name: str) -> None
         torch.testing.assert_close(result, value, rtol=1e-9, atol=1e-12, msg=key)
 
 
+@pytest.mark.parametrize("case", ["permutation", "typed"])
+def test_the_two_streams_of_xlnet_are_those_of_the_logical_widths(case: str) -> None:
+    golden = read_golden(case)
+    labels_Bm = golden.of("labels", 0).clamp(min=0)
+    order = order_of(golden, 0, with_types=case == "typed")
+    scored_Bm = torch.ones(labels_Bm.shape, dtype=torch.float64)
+    batch = Batch(golden.of("input_ids", 0), labels_Bm, scored_Bm, None, order=order)
+    plain = SegmentLoss(golden_model(attention="fused", dtype=torch.float64, segment_terms=case == "typed"))
+    padded = copy.deepcopy(plain)
+    axes = pad_widths(padded.model)
+    assert "blocks.0.attention.query.weight" in axes
+    losses = []
+    for module in (plain, padded):
+        memory = module.model.empty_memory(num_lanes=len(labels_Bm), memory_len=golden.memory_len)
+        for _ in range(2):
+            loss, memory = module(batch, memory, 12.0)
+            loss.backward()
+            losses.append(float(loss.detach()))
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-12)
+    for (name, one), other in zip(plain.model.named_parameters(), padded.model.parameters(), strict=True):
+        if one.grad is None or other.grad is None:
+            assert one.grad is other.grad is None, name
+        else:
+            found = axes[name].unpad(other.grad) if name in axes else other.grad
+            torch.testing.assert_close(found, one.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_tied_parameters_stay_tied_and_no_other_name_appears(name: str) -> None:
     model, padded = (tiny_model(**MODELS[name]) for _ in range(2))
@@ -119,3 +148,29 @@ def test_every_range_of_the_stored_values_has_its_logical_values(axes: PaddedAxe
             values = axes.unpad_range(part, start=start)
             assert torch.equal(values, part[part > 0])
             assert torch.equal(axes.pad_range(values, start=start, length=len(part)), part)
+
+
+class BiasAlone:
+    """Saved values of one rank, which has no value of any other parameter."""
+
+    def kinds_of(self, parameter: str) -> list[str]:
+        return {"bias": ["weight", "exp_avg"]}[parameter]
+
+    def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
+        assert (parameter, start, length) == ("bias", 0, 3)
+        return torch.full((3,), 1.0 if kind == "weight" else 2.0)
+
+    def step_of(self, parameter: str) -> float:
+        return {"bias": 7.0}[parameter]
+
+
+def test_a_part_that_holds_only_padding_of_a_parameter_needs_no_saved_values_of_it() -> None:
+    """The last rank has the end of a matrix, then a bias. The copies in its node's memory know the bias alone."""
+    matrix = PaddedAxes((2, 3), (2, 3), (2, 16), (2, 16))
+    flat = nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.Adam([flat])
+    pieces = [PartitionPiece("matrix", 27, 0, 5), PartitionPiece("bias", 0, 5, 3)]
+    fill([Partition(flat, pieces)], optimizer, BiasAlone(), with_average=False, padded={"matrix": matrix})
+    assert flat.tolist() == [0.0] * 5 + [1.0] * 3
+    assert optimizer.state[flat]["exp_avg"].tolist() == [0.0] * 5 + [2.0] * 3
+    assert float(optimizer.state[flat]["step"]) == 7.0
