@@ -69,19 +69,10 @@ def test_one_rank_at_stage_1_trains_bit_for_bit_as_with_an_exchange(tmp_path: Pa
     assert run_ranks(alone_worker, precision, world_size=1, folder=tmp_path) == [[True, True]]
 
 
-def step_in_torch(
-    weights: Any,
-    masters: Any,
-    means: Any,
-    squares: Any,
-    gradients: Any,
-    sizes: Any,
-    *numbers: float,
-    is_decoupled: bool,
-) -> None:
+def step_in_torch(tensors: Any, sizes: Any, numbers: tuple[float, ...], *, is_decoupled: bool) -> None:
     """Compute what the kernel computes, in its place."""
     divisor, decay, mean_share, square_kept, square_share, rate, root, eps = numbers
-    for weight, master, mean, square, given in zip(weights, masters, means, squares, gradients, strict=True):
+    for weight, master, mean, square, given in zip(*tensors, strict=True):
         gradient = given.float() / divisor
         if is_decoupled:
             master -= decay * master

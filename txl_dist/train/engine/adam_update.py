@@ -59,22 +59,25 @@ def update_group(
     numbers = (divisor, decay, 1 - mean_kept, square_kept, 1 - square_kept, rate, root, group["eps"])
     flat_gradients = [gradient.view(-1) for gradient in gradients if gradient.numel()]
     sizes = [gradient.numel() for gradient in flat_gradients]
-    columns = [
-        values.detach().view(-1)[: sum(sizes)].split(sizes)
-        for values in (weights, master, state["exp_avg"], state["exp_avg_sq"])
-    ]
+    columns: list[Sequence[Tensor]] = []
+    for values in (weights, master, state["exp_avg"], state["exp_avg_sq"]):
+        columns.append(values.detach().view(-1)[: sum(sizes)].split(sizes))
+    columns.append(flat_gradients)
     for first in range(0, len(sizes), _MOST_TENSORS):
         some = slice(first, first + _MOST_TENSORS)
-        tensors = [tuple(column[some]) for column in (*columns, flat_gradients)]
-        start_step(*tensors, tuple(sizes[some]), *map(float, numbers), is_decoupled=is_decoupled)
+        tensors = [tuple(column[some]) for column in columns]
+        start_step(tensors, tuple(sizes[some]), tuple(map(float, numbers)), is_decoupled=is_decoupled)
 
 
-def start_step(*arguments: Any, is_decoupled: bool) -> None:
-    """Launch the kernel. The arguments are those of `kernels.adam.adam_step`, in its order."""
+def start_step(
+    tensors: Sequence[tuple[Tensor, ...]], sizes: tuple[int, ...], numbers: tuple[float, ...], *, is_decoupled: bool
+) -> None:
+    """Launch the kernel `kernels.adam.adam_step`. `tensors` are its arguments from WEIGHTS to GRADIENTS, and `numbers`
+    those from `divisor` to `eps`."""
     from txl_dist.model.kernels.adam import adam_step
 
-    weights, sizes = arguments[0], arguments[5]
     num_programs = sum(math.ceil(size / _BLOCK) for size in sizes)
     kernel: Any = adam_step[(num_programs,)]
+    weights, *_ = tensors
     with launching_on(weights[0]):
-        kernel(*arguments, IS_DECOUPLED=is_decoupled, BLOCK=_BLOCK)
+        kernel(*tensors, sizes, *numbers, IS_DECOUPLED=is_decoupled, BLOCK=_BLOCK)
