@@ -24,6 +24,7 @@ from txl_dist.io.tensor_files import TensorFile
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.memories import load_lane_memory
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
+from txl_dist.train.footprint.rank import fragment_copy_bytes
 from txl_dist.train.report.layer_stats import measure_layer_stats
 
 pytestmark = pytest.mark.dist
@@ -175,6 +176,31 @@ def test_checkpoints_interchange_bit_for_bit_with_those_of_unpadded_widths(tmp_p
 def shapes_of(folder: Path) -> dict[str, list[int]]:
     parameters: dict[str, list[int]] = read_state(folder).values["parameters"]
     return parameters
+
+
+def copies_worker(ranks: RankInfo) -> list[tuple[float, float]]:
+    """Return the bytes of fragments that share no memory with the engine, and their prediction, at stages 1 and 3."""
+    found = []
+    for name, stage in (("muon", 1), ("adamw", 3)):
+        config = config_of(name, stage, "fp32", pads=True)
+        job = Job(ranks, config, vocab_size=300)
+        job.step(0)
+        engine: Any = job.engine
+        own: set[int] = set()
+        for tensor, _ in engine._partitions:
+            values = (tensor, *engine._base_optimizer.state[tensor].values())
+            own |= {value.untyped_storage().data_ptr() for value in values}
+        copied = 0
+        for fragment in engine.fragments():
+            for values in fragment.values.values():
+                copied += 0 if values.untyped_storage().data_ptr() in own else values.nbytes
+        found.append((float(copied), fragment_copy_bytes(engine._padded, config=config)))
+    return found
+
+
+def test_the_footprint_counts_the_copies_that_a_save_makes(tmp_path: Path) -> None:
+    for copied, predicted in run_ranks(copies_worker, world_size=1, folder=tmp_path)[0]:
+        assert copied == predicted > 0
 
 
 def outside_worker(ranks: RankInfo) -> list[Any]:

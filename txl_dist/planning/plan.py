@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from txl_dist.config.load import Config, changed, check_vocabulary, config_changes, plan_batch
 from txl_dist.config.phases import check_phases, each_phase
@@ -30,7 +30,7 @@ from txl_dist.planning.recovery_cost import FAILURES_PER_GPU_HOUR, RecoveryCost,
 from txl_dist.planning.scaling import Point
 from txl_dist.planning.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.train.footprint.checkpoint import checkpoint_size
-from txl_dist.train.footprint.rank import bytes_per_rank
+from txl_dist.train.footprint.rank import bytes_per_rank, updates_by_kernel
 from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
 
 ENOUGH = 0.98
@@ -72,6 +72,8 @@ class Option:
 
     config: Config
     attention: AttentionKind
+    keeps_scores: bool
+    """True if the Triton kernels keep distance scores for the backward pass."""
     needed_gib: float
     """Memory per rank in GiB. For micro-batches between the smallest and the largest one, the memory is interpolated
     with an error of about 1 %."""
@@ -285,6 +287,20 @@ def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     return "fused"
 
 
+class _Needed(NamedTuple):
+    """Memory that a rank needs."""
+
+    bytes_by_part: dict[str, float]
+    """Bytes by their purpose."""
+    keeps_scores: bool
+    """True if kept distance scores are among them."""
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all purposes together."""
+        return sum(self.bytes_by_part.values())
+
+
 class _Planner:
     """Planner for one request and one configuration. It predicts memory and speed of the options, and chooses one."""
 
@@ -316,8 +332,8 @@ class _Planner:
             graphs = "off"
         self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": graphs})
 
-    def work(self, config: Config) -> Work:
-        """Return the work of one rank with these settings.
+    def work(self, config: Config, *, keeps_scores: bool) -> Work:
+        """Return the work of one rank with these settings. `keeps_scores` says whether distance scores are kept.
 
         Raises ConfigError if the lanes cannot be divided among the ranks.
         """
@@ -339,22 +355,23 @@ class _Planner:
             zero_stage=engine.zero_stage,
             precision=engine.chosen_precision,
             attention=attention_kind(config, gpu=self.gpu),
+            keeps_scores=keeps_scores,
             recomputed=1 / engine.recompute_every if engine.activation_checkpointing else 0.0,
             graphed=engine.replays(on_gpu=True),
             needs_whole_tensors=config.optim.kind.needs_whole_tensors,
             orthogonalizes=config.optim.kind.orthogonalizes,
+            updates_by_kernel=updates_by_kernel(config, on_gpu=True) and self.gpu.has_bf16,
         )
 
-    def option(self, config: Config, needed_bytes: float | None = None) -> Option:
-        """Predict memory and speed with these settings. The needed bytes are counted unless the caller gives them as
-        `needed_bytes`."""
-        if needed_bytes is None:
-            needed_bytes = sum(self.needed(config).values())
-        work = self.work(config)
+    def option(self, config: Config, needed_bytes: float, *, keeps_scores: bool) -> Option:
+        """Predict the speed with these settings. `needed_bytes` is their memory, and `keeps_scores` says whether
+        distance scores are kept in it."""
+        work = self.work(config, keeps_scores=keeps_scores)
         step = step_time(work, self.question.cluster)
         return Option(
             config=config,
             attention=work.attention,
+            keeps_scores=keeps_scores,
             needed_gib=needed_bytes / 2**30,
             fits=needed_bytes <= self.gpu.usable_bytes,
             step=step,
@@ -391,12 +408,17 @@ class _Planner:
 
     def _row(self, configs: list[Config]) -> list[Option]:
         """Return options with increasing micro-batches. Distance scores are kept where they fit."""
-        needed = self._row_bytes(configs, choice="off")
-        if self._may_keep_scores(configs[0]):
-            with_scores = self._row_bytes(configs, choice="on")
-            pairs = zip(with_scores, needed, strict=True)
-            needed = [kept if kept <= self.gpu.usable_bytes else least for kept, least in pairs]
-        return [self.option(*pair) for pair in zip(configs, needed, strict=True)]
+        without = self._row_bytes(configs, choice="off")
+        if not self._may_keep_scores(configs[0]):
+            keeps = self._must_keep_scores(configs[0])
+            pairs = zip(configs, without, strict=True)
+            return [self.option(config, needed_bytes, keeps_scores=keeps) for config, needed_bytes in pairs]
+        options = []
+        with_scores = self._row_bytes(configs, choice="on")
+        for config, kept_bytes, least_bytes in zip(configs, with_scores, without, strict=True):
+            keeps = kept_bytes <= self.gpu.usable_bytes
+            options.append(self.option(config, kept_bytes if keeps else least_bytes, keeps_scores=keeps))
+        return options
 
     def _row_bytes(self, configs: list[Config], *, choice: str) -> list[float]:
         """Return the needed bytes of options with increasing micro-batches. `choice` replaces "auto" as the value of
@@ -411,12 +433,10 @@ class _Planner:
         ends = [configs[0], configs[-1]]
         if engine.keep_scores == "auto":
             ends = [changed(config, {"engine.keep_scores": choice}) for config in ends]
-        first, last = (sum(self._counted(config).values()) for config in ends)
-        # All but the last accumulate gradients, which up to stage 1 are held twice then.
-        if engine.zero_stage < 2:
-            twice_bytes = self.parameters * DTYPES[engine.dtype].itemsize
-        else:
-            twice_bytes = 0
+        counted_ends = [self._counted(config) for config in ends]
+        first, last = (sum(parts.values()) for parts in counted_ends)
+        # All but the last accumulate gradients, which up to stage 1 are held twice then. They are as large as weights.
+        twice_bytes = counted_ends[-1]["weights"] if engine.zero_stage < 2 else 0.0
         rise = max(0.0, last + twice_bytes - first)
         between = [first + rise * (size - sizes[0]) / (sizes[-1] - sizes[0]) for size in sizes[1:-1]]
         return [first, *between, last][: len(configs)]
@@ -425,13 +445,22 @@ class _Planner:
         """Return whether the Triton kernels keep distance scores if they fit into memory."""
         return config.engine.keep_scores == "auto" and attention_kind(config, gpu=self.gpu) == "kernels"
 
-    def needed(self, config: Config) -> dict[str, float]:
-        """Return the bytes that a rank needs, by their purpose. Distance scores are kept if they fit."""
+    def _must_keep_scores(self, config: Config) -> bool:
+        """Return whether the Triton kernels keep distance scores because the settings say so."""
+        return config.engine.keep_scores == "on" and attention_kind(config, gpu=self.gpu) == "kernels"
+
+    def needed(self, config: Config) -> _Needed:
+        """Return the memory that a rank needs. Distance scores are kept if they fit."""
         if self._may_keep_scores(config):
-            kept = self._counted(changed(config, {"engine.keep_scores": "on"}))
-            if sum(kept.values()) <= self.gpu.usable_bytes:
+            kept = _Needed(self._counted(changed(config, {"engine.keep_scores": "on"})), True)
+            if kept.num_bytes <= self.gpu.usable_bytes:
                 return kept
-        return self._counted(config)
+        return _Needed(self._counted(config), self._must_keep_scores(config))
+
+    def counted_option(self, config: Config) -> Option:
+        """Predict memory and speed with these settings."""
+        needed = self.needed(config)
+        return self.option(config, needed.num_bytes, keeps_scores=needed.keeps_scores)
 
     def _counted(self, config: Config) -> dict[str, float]:
         """Return the bytes that a rank needs with these settings, by their purpose. If engine.keep_scores is "auto",
@@ -453,7 +482,7 @@ class _Planner:
         for option in list(fitting) if self.base.engine.cuda_graph == "off" else []:
             graphed = changed(option.config, {"engine.cuda_graph": "on"})
             if _is_valid(graphed):
-                fitting.append(self.option(graphed, option.needed_gib * 2**30))
+                fitting.append(self.option(graphed, option.needed_gib * 2**30, keeps_scores=option.keeps_scores))
         while fitting:
             enough = ENOUGH * max(option.tokens_per_s for option in fitting)
             good = [option for option in fitting if option.tokens_per_s >= enough]
@@ -471,7 +500,7 @@ class _Planner:
         Raises ConfigError if the lanes of a phase cannot be divided among the ranks.
         """
         for steps, staged in each_phase(config):
-            option = self.option(staged)
+            option = self.counted_option(staged)
             train = staged.train
             yield PhasePlan(
                 first_step=steps.start + 1,
@@ -488,9 +517,10 @@ class _Planner:
 
     def _details(self, config: Config) -> PlannedOption:
         needed = self.needed(config)
-        work = self.work(config)
+        parts = needed.bytes_by_part
+        work = self.work(config, keeps_scores=needed.keeps_scores)
         question = self.question
-        option = self.option(config, sum(needed.values()))
+        option = self.option(config, needed.num_bytes, keeps_scores=needed.keeps_scores)
         tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
         if config.train.phases:
             stages = list(self.stages(config))
@@ -500,13 +530,13 @@ class _Planner:
         length_s = tokens * (sum(shares) or 1 / option.tokens_per_s)
         peak = self.gpu.flops(work.precision) * self.gpus
         # On fewer GPUs micro-batches may be larger, but no rank shares its states: 16 bytes per parameter.
-        per_lane = (needed["activations"] + needed["memories"] + needed["scores"]) / work.microbatch_lanes
+        per_lane = (parts["activations"] + parts["memories"] + parts["scores"]) / work.microbatch_lanes
         fitting = int((self.gpu.usable_bytes - 16 * self.parameters) / max(1.0, per_lane))
         largest = replace(work, microbatch_lanes=max(work.microbatch_lanes, fitting))
         return PlannedOption(
             **vars(option),
             flags=[f"--{change.key} {change.new}" for change in config_changes(self.given, config)],
-            needed_by_part_gib={name: size / 2**30 for name, size in needed.items()},
+            needed_by_part_gib={name: size / 2**30 for name, size in parts.items()},
             mfu_pct=100 * option.tokens_per_s * sum(self.flops.values()) / peak,
             budget_tokens=tokens,
             epochs=tokens / question.corpus_tokens if question.corpus_tokens else None,
@@ -525,7 +555,7 @@ class _Planner:
         if precision in ("bf16", "tf32") and not self.gpu.has_bf16:
             return f"{self.gpu.device} has no {precision}."
         try:
-            return self.option(self.given)
+            return self.counted_option(self.given)
         except ConfigError as error:
             return str(error)
 

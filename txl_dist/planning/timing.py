@@ -33,9 +33,9 @@ MEMORY_SHARE = 0.85
 """Share of a GPU's memory bandwidth that passes over large tensors reach."""
 KERNEL_SHARE = 0.3
 """Share of the GPU's peak that our Triton kernels reach. The value is a prediction."""
-KERNEL_WORK = 11 / 9
-"""Operations of the Triton kernels, divided by the operations of attention that computes each product once. The kernels
-compute scores again in the backward pass. Kept distance scores would make it 10 / 9."""
+KERNEL_PRODUCTS = 11
+"""Number of products of T x K scores that the Triton kernels compute in forward and backward pass. Two of them compute
+scores again in the backward pass. Kept distance scores save one of these two."""
 EXCHANGE_SHARE = 0.5
 """Share of the bus bandwidth within a node that a trainer reaches."""
 NETWORK_SHARE = 0.85
@@ -112,6 +112,8 @@ HOST_BY_STAGE = (1.0, 1.05, 1.03, 2.33)
 """Host time at each ZeRO stage, divided by the host time at stage 0. It was measured in
 tools/experiments/notebook/benchmarks.md."""
 NORMS_EXTRA_BYTES = 20.0
+KERNEL_UPDATE_BYTES = (36, 30)
+"""Bytes that Adam's Triton kernel and the norm move per parameter: in fp32, and with half-precision weights."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class Work:
     zero_stage: int
     precision: Precision
     attention: AttentionKind = "plain"
+    keeps_scores: bool = False
+    """True if the Triton kernels keep distance scores from the forward to the backward pass."""
     recomputed: float = 0.0
     """Share of the blocks whose forward pass is computed a second time."""
     graphed: bool = False
@@ -139,6 +143,8 @@ class Work:
     needs_whole_tensors: bool = False
     orthogonalizes: bool = False
     """True if the optimizer orthogonalizes the updates of matrices (Muon)."""
+    updates_by_kernel: bool = False
+    """True if the Triton kernel of Adam makes the update."""
     step_len: int = 0
     """Number of tokens by which each lane (batch row) advances in a step. 0 means segment_len."""
     num_targets: int = 0
@@ -354,8 +360,9 @@ def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) 
     else:
         num_scores = 2
     if work.attention == "kernels":
-        operations = heads * num_scores * 3 * 2 * model.head_width * queries * seen
-        return operations * KERNEL_WORK / (KERNEL_SHARE * gpu.flops(work.precision))
+        num_products = KERNEL_PRODUCTS - work.keeps_scores
+        operations = heads * num_products * 2 * model.head_width * queries * seen
+        return operations / (KERNEL_SHARE * gpu.flops(work.precision))
     product = Product(queries, model.head_width, seen, 3 * num_scores * heads)
     # Query rows of prediction in random order are computed in plain torch.
     share_plain = work.num_targets / queries
@@ -395,7 +402,10 @@ def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
         updated = work.parameters / work.world_size
     else:
         updated = work.parameters / 1
-    moved = program.state_bytes[work.num_bytes == 2]
+    if work.updates_by_kernel:
+        moved = float(KERNEL_UPDATE_BYTES[work.num_bytes == 2])
+    else:
+        moved = program.state_bytes[work.num_bytes == 2]
     if work.needs_whole_tensors and program is OURS:
         moved += NORMS_EXTRA_BYTES
     if work.orthogonalizes:

@@ -220,20 +220,26 @@ def test_kept_distance_scores_are_planned_where_they_fit(monkeypatch: pytest.Mon
     train = {"num_lanes": 8, "segment_len": 256, "memory_len": 256, "microbatch_lanes": 8}
     config = changed(CONFIG, model={"num_layers": 4}, train=train, engine={"precision": "bf16"})
 
-    def needed(choice: str = "auto") -> float:
+    def planned(choice: str = "auto") -> Option:
         facts = make_plan(changed(config, engine={"keep_scores": choice}), question=question(gpus=1))
+        rows = [row for row in facts.options if row.lanes == 8 and row.engine.zero_stage == 1]
+        row = min(rows, key=lambda row: row.needed_gib)
         assert isinstance(facts.as_configured, Option)
-        least = min(row.needed_gib for row in facts.options if row.lanes == 8 and row.engine.zero_stage == 1)
-        assert least == pytest.approx(facts.as_configured.needed_gib)
-        return least
+        assert facts.as_configured.needed_gib == pytest.approx(row.needed_gib)
+        assert facts.as_configured.step == row.step
+        return row
 
-    kept, given_up = needed("on"), needed("off")
+    kept, given_up = planned("on"), planned("off")
     layer = 2 * 8 * 2 * 256 * 512 / 2**30
-    assert 3 * layer <= kept - given_up <= 4 * layer
-    assert needed() == pytest.approx(kept)
-    small = dataclasses.replace(GPUS["h100"], memory_gib=CONTEXT_GIB + (kept + given_up) / 2 / (1 - FRAGMENTED_SHARE))
+    assert 3 * layer <= kept.needed_gib - given_up.needed_gib <= 4 * layer
+    assert kept.step.attention == pytest.approx(10 / 11 * given_up.step.attention)
+    assert planned().needed_gib == pytest.approx(kept.needed_gib)
+    assert planned().step == kept.step
+    between = (kept.needed_gib + given_up.needed_gib) / 2
+    small = dataclasses.replace(GPUS["h100"], memory_gib=CONTEXT_GIB + between / (1 - FRAGMENTED_SHARE))
     monkeypatch.setitem(GPUS, "h100", small)
-    assert needed() == pytest.approx(given_up)
+    assert planned().needed_gib == pytest.approx(given_up.needed_gib)
+    assert planned().step == given_up.step
 
 
 CONFIG_TEXT = """

@@ -99,6 +99,19 @@ def test_the_update_moves_46_bytes_per_parameter_of_the_rank() -> None:
     assert whole.optimizer == pytest.approx(8 * step.optimizer)
 
 
+def test_adams_kernel_moves_30_bytes_per_parameter_in_half_precision() -> None:
+    work = replace(WORK, parameters=8_000_000, world_size=8, updates_by_kernel=True)
+    assert step_time(work, H100).optimizer == pytest.approx(1_000_000 * 30 / (3350e9 * 0.85))
+
+
+def test_kept_distance_scores_save_one_of_eleven_products_of_the_kernels() -> None:
+    kept, computed_again = (step_time(replace(WORK, keeps_scores=keeps), H100) for keeps in (True, False))
+    assert kept.attention == pytest.approx(10 / 11 * computed_again.attention)
+    # Each product is H multiplications and additions for each lane, head and visible pair of query and key.
+    operations = 12 * 16 * 8 * 11 * 2 * 64 * 256 * (256 + 257 / 2)
+    assert computed_again.attention == pytest.approx(operations / (0.3 * H100.gpu.flops("bf16")))
+
+
 def test_muons_products_are_those_of_its_matrices_and_divided_among_the_ranks() -> None:
     model = WORK.model
     alone = replace(WORK, world_size=1, zero_stage=0)

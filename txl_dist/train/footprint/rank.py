@@ -15,7 +15,8 @@ that needs more memory than training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,7 +26,7 @@ from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.engine.muon import is_matrix
-from txl_dist.train.engine.padding import pad_widths, padded_width, pads_widths
+from txl_dist.train.engine.padding import PaddedAxes, pad_widths, padded_width, pads_widths
 from txl_dist.train.footprint.step import Exchange, MicroStep, Peak, follow, replay
 from txl_dist.vocabulary_clusters import typical_shares
 
@@ -54,7 +55,7 @@ def bytes_per_rank(
     size = DTYPES[engine.dtype].itemsize
     kinds = (config.model.scheme, config.optim.kind)
     is_padded = pads_widths(engine.pad_widths, on_gpu=on_gpu, kinds=kinds)
-    shapes = _parameter_shapes(config, vocab_size=vocab_size, is_padded=is_padded)
+    shapes, padded = _stored_parameters(config, vocab_size=vocab_size, is_padded=is_padded)
     lengths = [shape.numel() for shape in shapes.values()]
     parameters = sum(lengths)
     matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
@@ -109,10 +110,6 @@ def bytes_per_rank(
         in_update = _orthogonalizing(matrices, world=world, stage=stage)
     else:
         in_update = 0.0
-    # The kernel of Adam reads gradients where they lie (see `train.engine.adam_update`).
-    is_adam = config.optim.name in ("adam", "adamw")
-    is_on_device = on_gpu and stage in (1, 2) and not engine.offload_optimizer
-    updates_by_kernel = is_adam and is_on_device and engine.attention in ("auto", "triton")
     in_step = recorded + _fullest_phase(
         plan,
         peak,
@@ -120,13 +117,15 @@ def bytes_per_rank(
         engine=engine,
         buckets=held["buckets"],
         in_update=in_update,
-        copies_gradients=not updates_by_kernel,
+        copies_gradients=not updates_by_kernel(config, on_gpu=on_gpu),
         on_gpu=on_gpu,
     )
     # Before the first step each rank draws all weights, and copies them into flat tensors.
     drawn = (4 + size) * parameters + 4 * local
     at_start = drawn - sum(held.values()) + held["gradients"] + held["buckets"]
-    fullest = max(in_step, at_start)
+    # A checkpoint is saved between two steps, from copies of padded parameters without their padding.
+    at_save = recorded + held["buckets"] + fragment_copy_bytes(padded, config=config) / owners
+    fullest = max(in_step, at_start, at_save)
     temporary = max(0.0, fullest - held["gradients"] - held["buckets"])
     held["scores"] = min(temporary, peak.scores)
     held["activations"] = temporary - held["scores"]
@@ -147,6 +146,14 @@ def _bucket_len(engine: EngineSection, parameters: int, *, world: int, on_gpu: b
     if world > 1:
         return 2 * BUCKET_LEN
     return BUCKET_LEN
+
+
+def updates_by_kernel(config: Config, *, on_gpu: bool) -> bool:
+    """Return whether the Triton kernel of Adam makes the update, if the GPU can run Triton kernels. The kernel reads
+    gradients where they lie (see `train.engine.adam_update`)."""
+    engine = config.engine
+    is_on_device = on_gpu and engine.zero_stage in (1, 2) and not engine.offload_optimizer
+    return is_on_device and config.optim.name in ("adam", "adamw") and engine.attention in ("auto", "triton")
 
 
 def sums_in_fp32(engine: EngineSection) -> bool:
@@ -304,10 +311,27 @@ def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
     return 12 * matrices / world + exchanged
 
 
-def _parameter_shapes(config: Config, *, vocab_size: int, is_padded: bool) -> dict[str, torch.Size]:
-    """Return the shape in storage of each parameter, by name."""
+def fragment_copy_bytes(padded: Mapping[str, PaddedAxes], *, config: Config) -> float:
+    """Return the bytes that a save copies from padded parameters, on all ranks together. The copies are fp32 weights
+    and optimizer state without the padding (see `train.engine.partitions`).
+
+    A parameter whose rows are not padded is not copied. With offloading the copies are in host memory, and not counted.
+    """
+    if config.engine.offload_optimizer:
+        return 0.0
+    num_bytes = 0
+    for name, axes in padded.items():
+        if axes.stored[1:] != axes.sizes[1:]:
+            value_bytes = 4 + config.optim.state_bytes(of_matrices=is_matrix(name, axes.shape))
+            num_bytes += value_bytes * math.prod(axes.shape)
+    return float(num_bytes)
+
+
+def _stored_parameters(
+    config: Config, *, vocab_size: int, is_padded: bool
+) -> tuple[dict[str, torch.Size], dict[str, PaddedAxes]]:
+    """Return the shape in storage of each parameter, and the axes of the padded parameters, by name."""
     with torch.device("meta"):
         network = TransformerXL(config.model, vocab_size=vocab_size)
-        if is_padded:
-            pad_widths(network)
-    return {name: parameter.shape for name, parameter in network.named_parameters()}
+        padded = pad_widths(network) if is_padded else {}
+    return {name: parameter.shape for name, parameter in network.named_parameters()}, padded

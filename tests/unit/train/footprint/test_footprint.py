@@ -184,6 +184,19 @@ def test_the_padding_of_odd_widths_counts_on_a_gpu_alone() -> None:
     assert padded["memories"] == held(odd)["memories"] * 32 / 20
 
 
+def test_a_save_of_padded_widths_holds_copies_without_the_padding() -> None:
+    """A micro-batch of one token needs less memory than these copies."""
+    short = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 1, "memory_len": 0}
+    model = {"width": 100, "head_width": 12, "ff_width": 100, "cutoffs": [], "div_value": 1, "tie_projections": []}
+    config = tiny_config(model=model, train=short, engine={"precision": "bf16", "zero_stage": 1})
+    padded, plain = (held(changed(config, {"engine.pad_widths": choice}), on_gpu=True) for choice in ("on", "off"))
+    with torch.device("meta"):
+        parameters = TransformerXL(config.model, vocab_size=300).parameters()
+    copied = 12 * sum(parameter.numel() for parameter in parameters if parameter.dim() > 1)
+    assert padded["activations"] + padded["gradients"] == copied
+    assert plain["activations"] + plain["gradients"] < copied
+
+
 def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> None:
     parameters = count_parameters(tiny_config().model, vocab_size=300)
     full, half = held(tiny_config()), held(tiny_config(engine={"precision": "bf16"}), on_gpu=True)
