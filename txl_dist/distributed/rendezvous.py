@@ -31,6 +31,9 @@ _PIECE_S = 1.0
 """Longest time in seconds of one wait in torch. A longer wait is divided into several waits, because torch does not
 react to signals while it waits."""
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+"""Seconds between two looks of rank 0 for the other ranks, at the start of its wait and after a few seconds."""
+
 
 def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:
     """Wait for all ranks, and return the store that they share.
@@ -65,7 +68,9 @@ def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> S
 def _wait_for_ranks(store: Store, *, world_size: int, timeout_s: int) -> list[int]:
     """Wait on rank 0 for the other ranks. Returns the ranks that are still missing after `timeout_s` seconds.
 
-    The store is asked once per look for all ranks together, and rank by rank only for a message.
+    The store is asked once per look for all ranks together, and rank by rank only for a message. Looks become rarer,
+    because each of them costs CPU time and a start with many ranks takes minutes. torch's own wait would print a
+    warning per second.
     """
     keys = [f"here/{rank}" for rank in range(1, world_size)]
 
@@ -73,10 +78,12 @@ def _wait_for_ranks(store: Store, *, world_size: int, timeout_s: int) -> list[in
         return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
 
     wait = _BoundedWait(timeout_s)
+    pause_s = _FIRST_PAUSE_S
     while keys and not store.check(keys):
         if not wait.has_time_left(missing):
             return missing()
-        time.sleep(0.1)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, _LONGEST_PAUSE_S)
     return []
 
 

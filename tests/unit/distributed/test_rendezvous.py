@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
+from txl_dist.distributed import rendezvous
 from txl_dist.distributed.rendezvous import free_port, verdict
 
 
@@ -12,6 +15,31 @@ def test_who_did_not_come_is_named_in_ranges() -> None:
     assert found.startswith("ranks 2-4, 7 of 7 did not arrive within 9 s. Only a (ranks 0-1), c (rank 5) arrived. ")
     assert verdict({0: ["a", ""], 1: ["b", ""]}, [], timeout_s=9) == ""
     assert verdict({0: ["a", ""], 1: ["b", "no GPU"]}, [], timeout_s=9).startswith("b, rank 1: no GPU.")
+
+
+def test_rank_0_looks_rarely_for_ranks_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    looks = 0
+
+    class Clock:
+        def monotonic(self) -> float:
+            return now_s
+
+        def sleep(self, pause_s: float) -> None:
+            nonlocal now_s
+            now_s += pause_s
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            nonlocal looks
+            looks += len(keys) > 1
+            return now_s > 104
+
+    monkeypatch.setattr(rendezvous, "time", Clock())
+    monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 1000.0)
+    assert rendezvous._wait_for_ranks(Store(), world_size=32, timeout_s=600) == []  # type: ignore[arg-type]
+    assert now_s < 105
+    assert looks < 250  # ten per second cost rank 0 about 3 ms of CPU time per second of its wait
 
 
 def test_a_free_port_can_be_had_and_is_another_while_it_is_had() -> None:
