@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.adam_steps import errors_of_adam
 from txl_dist.model import fused_softmax
 from txl_dist.model.activation import ActivatedLinear
 from txl_dist.model.kernels import attention_launch
@@ -257,3 +258,11 @@ def test_bias_and_activation_are_those_of_the_twin_and_the_same_again(
         return
     for a, b in zip(once, exact, strict=True):
         assert (a.double() - b).norm() < 2 * TOLERANCE[dtype] * b.norm()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_adams_steps_are_those_of_torch_in_fp64(dtype: torch.dtype, kind: type[torch.optim.Adam]) -> None:
+    """The gradients have this type. The model's weights are the fp32 weights rounded to bf16."""
+    for name, error in errors_of_adam(kind, device="cuda", dtype=dtype).items():
+        assert error < (5e-3 if name == "weights" else 1e-5), (name, error)

@@ -6,7 +6,7 @@
 Compiling takes minutes of one core, and a GPU would wait for it. The tests of tests/gpu, the sections `twins` and
 `sweep`, and the engine of section `engine` run here on a fake GPU (fake_gpu.py) of compute capability 9.0. Each launch
 of a Triton kernel only compiles the kernel. Triton up to 3.6 also compiles a launcher in C per kernel. The launchers
-are linked against an empty libcuda, so the machine's own libcuda is used there.
+are linked against a libcuda that does nothing. The machine's own libcuda is used there.
 
 The kernels are found on the other machine if it has the same version of Triton and, for the launchers, of Python. The
 cache contains absolute paths, so FOLDER must be the same on both machines (--folder). A kernel that is not found is
@@ -21,15 +21,17 @@ import copy
 import ctypes
 import gzip
 import io
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +47,7 @@ from txl_dist.model.kernels import attention_launch
 ROOT = Path(__file__).parents[2]
 FOLDER = Path("/tmp/txl-triton")
 KEPT = (".cubin", ".json", ".so")
-"""Endings of the files that Triton reads when it finds a kernel. The intermediate forms of the code are left out."""
+"""Endings of the files that Triton uses when it finds a kernel. The others are intermediate forms of the code."""
 
 
 class CompilingRecorder:
@@ -72,8 +74,7 @@ class CompilingRecorder:
         for kernel, arguments, settings in self.launches.values():
             compiled = kernel.run(*arguments, grid=(1,), warmup=True, **settings)
             built[id(compiled)] = compiled
-        with _empty_libcuda():
-            _compile_launchers(list(built.values()))
+        _compile_launchers(list(built.values()))
         return len(built)
 
 
@@ -102,11 +103,17 @@ def _without_values(argument: Any) -> Any:
 
 
 @contextmanager
-def _empty_libcuda() -> Iterator[None]:
-    """Let Triton link against a libcuda that has no functions, because this machine has no driver."""
+def _stub_libcuda(backend: Path) -> Iterator[None]:
+    """Let Triton link against a libcuda whose functions do nothing, because this machine has no driver.
+
+    `backend` is Triton's folder for NVIDIA's GPUs. The library has all of libcuda's functions that its sources name.
+    So launchers can be loaded here too: Triton compiles a launcher again if it cannot be loaded.
+    """
+    sources = [path.read_text(encoding="utf-8") for path in (*backend.glob("*.c"), *backend.glob("*.py"))]
+    names = sorted(set(re.findall(r"\bcu[A-Z]\w*", " ".join(sources))))
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "empty.c"), Path(folder, "libcuda.so.1")
-        source.write_text("")
+        source, library = Path(folder, "stub.c"), Path(folder, "libcuda.so.1")
+        source.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in names))
         command = ["gcc", "-shared", "-fPIC", str(source), "-o", str(library), "-Wl,-soname,libcuda.so.1"]
         subprocess.run(command, check=True)
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -120,10 +127,9 @@ def _compile_launchers(kernels: list[Any]) -> None:
 
     if not hasattr(driver, "make_launcher"):
         return
-    with suppress(ImportError):  # it was compiled and is in the cache, but without a driver it cannot be loaded
+    with _stub_libcuda(Path(driver.__file__).parent):
         driver.CudaUtils()
-    for kernel in kernels:
-        with suppress(ImportError):
+        for kernel in kernels:
             driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
@@ -181,8 +187,8 @@ def launch_section(recorder: CompilingRecorder, name: str) -> list[str]:
     return stopped
 
 
-def launch_engine(recorder: CompilingRecorder, precision: str) -> list[str]:
-    """Run forward and backward passes of the engine of enwik8_base, as section `engine` does."""
+def launch_engine(recorder: CompilingRecorder, precision: str, *, stages: Sequence[int] = (1,)) -> list[str]:
+    """Make steps of the engine of enwik8_base at these ZeRO stages, with the numbers of lanes of section `engine`."""
     from tools.benchmarks import gpu_engine
     from tools.benchmarks.count_launches import fake_ranks, moved
     from tools.benchmarks.trainers import Sizes, zipf_segments
@@ -194,8 +200,9 @@ def launch_engine(recorder: CompilingRecorder, precision: str) -> list[str]:
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ |= one_rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with fake_gpu(recorder) as device, fake_ranks(device) as ranks:
-        for lanes, has_dropout in ((gpu_engine.REFERENCE_LANES, False), (gpu_engine.LANES, True)):
-            config = gpu_engine.recipe(stage=1, precision=precision, dropout=has_dropout, lanes=lanes)
+        both = ((gpu_engine.REFERENCE_LANES, False), (gpu_engine.LANES, True))
+        for stage, (lanes, has_dropout) in itertools.product(stages, both):
+            config = gpu_engine.recipe(stage=stage, precision=precision, dropout=has_dropout, lanes=lanes)
             plan, vocab_size = plan_batch(config.train, world_size=1), gpu_engine.VOCAB_SIZE
             engine = ZeroEngine(config, vocab_size=vocab_size, plan=plan, ranks=ranks)
             maker = batch_maker(engine.model, mask_documents=False)
@@ -204,6 +211,8 @@ def launch_engine(recorder: CompilingRecorder, precision: str) -> list[str]:
             batch = moved(maker.batch(plain_segment(next(zipf_segments(sizes)))), device)
             loss, _ = engine.forward(batch, memory, normalizer=float(sizes.tokens))
             engine.backward(loss)
+            engine.grad_norm()
+            engine.step(lr=1e-4, grad_norm=1.0)
     return []
 
 
@@ -233,6 +242,7 @@ def _session(recorder: CompilingRecorder) -> Iterator[torch.device]:
         device = stack.enter_context(fake_gpu(recorder))
         for owner, name, value in (
             (torch.cuda, "is_available", lambda: True),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "set_sync_debug_mode", lambda mode: None),
             (torch, "Generator", lambda device="cpu": _true_generator()),
             (torch, "tensor", new_tensor),
@@ -251,7 +261,7 @@ PARTS: dict[str, Callable[[CompilingRecorder], list[str]]] = {
     "tests": launch_tests,
     "twins": lambda recorder: launch_section(recorder, "twins"),
     "sweep": lambda recorder: launch_section(recorder, "sweep"),
-    "engine bf16": lambda recorder: launch_engine(recorder, "bf16"),
+    "engine bf16": lambda recorder: launch_engine(recorder, "bf16", stages=(1, 2)),
     "engine fp16": lambda recorder: launch_engine(recorder, "fp16"),
     "engine tf32": lambda recorder: launch_engine(recorder, "tf32"),
 }
@@ -290,13 +300,19 @@ def compiled(part: str, folder: Path) -> dict[str, Any]:
 
 
 def pack(folder: Path, out: Path) -> int:
-    """Pack the files that Triton reads, with paths from the root of the file system. Return their number."""
-    files = [path for path in sorted(folder.rglob("*")) if path.suffix in KEPT]
+    """Pack the cache with paths from the root of the file system. Return the number of files.
+
+    The intermediate forms of the code are packed as empty files. Triton does not use them, but its versions after 3.6
+    find a kernel only if all of its files exist.
+    """
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for path in files:
             entry = archive.gettarinfo(path, arcname=str(path.relative_to("/")))
             entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+            if path.suffix not in KEPT:
+                entry.size = 0
             archive.addfile(entry, io.BytesIO(path.read_bytes()))
     out.write_bytes(gzip.compress(packed.getvalue(), mtime=0))
     return len(files)

@@ -216,6 +216,7 @@ FIRST_TESTS = tuple(
         "a_weighted_loss_and_its_gradients_are_those_of_autograd[torch.bfloat16-204]",
         "residual_and_norm_are_those_of_the_twin_and_the_same_again[410-torch.bfloat16-0.2]",
         "bias_and_activation_are_those_of_the_twin_and_the_same_again[relu-torch.bfloat16-0.2]",
+        "adams_steps_are_those_of_torch_in_fp64[torch.bfloat16-Adam]",
         "products_that_lie_apart_are_attended_to_as_one[wt103_base]",
     )
 )

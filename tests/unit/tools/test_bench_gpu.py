@@ -64,6 +64,12 @@ parser.add_argument("--began", type=float)
 parser.add_argument("--skip", action="append", default=[])
 given = parser.parse_args()
 journal = Journal(given.json, section=given.child, began=given.began, skip=given.skip)
+if given.child == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if given.child == "hanging":
+    time.sleep(600)
+if given.child == "raising":
+    raise ValueError("on purpose")
 for job in journal.plans(given.child.split()):
     journal.begins(job)
     if job == "kill":
@@ -75,7 +81,8 @@ for job in journal.plans(given.child.split()):
     journal.row(job, {{}})
     journal.ends(job)
 """
-"""A section's process whose jobs are the words of its name, in place of one that imports torch."""
+"""A section's process whose jobs are the words of its name, in place of one that imports torch. The sections `killed`,
+`hanging` and `raising` begin no job."""
 
 
 def rows_of(jobs: str, folder: Path, *, seconds: float, job_s: float) -> list[tuple[str, str]]:
@@ -95,6 +102,27 @@ def test_a_job_that_kills_its_process_or_ends_or_hangs_costs_its_own_row(tmp_pat
     found = rows_of("a kill b end c hang d", tmp_path, seconds=300, job_s=4)
     errors = {"kill": "killed by SIGKILL.", "end": "last words", "hang": "took longer than 4 s"}
     assert found == [(job, errors.get(job, "")) for job in ["a", "kill", "b", "end", "c", "hang", "d"]]
+
+
+def test_a_section_that_hangs_is_killed_or_raises_before_its_jobs_costs_one_row_and_the_others_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, path = tmp_path / "child.py", tmp_path / "gpu.jsonl"
+    program.write_text(CHILD, encoding="utf-8")
+    monkeypatch.setattr(gpu, "PROGRAM", (sys.executable, str(program)))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", str(path)])
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    sections = [gpu.Section(name, 1 if name == "hanging" else 100, 90) for name in ("hanging", "killed", "raising")]
+    arguments = argparse.Namespace(json=path, seconds=500.0, job_seconds=0.0)
+    assert gpu.measure(arguments, [*sections, gpu.Section("a b", 100, 90)]) == 0
+    found = rows_in(path)
+    assert list(found) == ["hanging", "killed", "raising", "a b"]
+    assert [wrong(found[section.name]) for section in sections] == [
+        ["the section's time ended"],
+        ["killed by SIGKILL."],
+        ["Traceback (most recent call last): ... ValueError: on purpose"],
+    ]
+    assert [(row["job"], row.get("error")) for row in found["a b"]] == [("a", None), ("b", None)]
 
 
 @pytest.mark.slow
