@@ -246,7 +246,8 @@ def detect_content(head: bytes, *, name: str) -> Content:
         could_be_text = is_text and suffix not in signature.suffixes
         if not could_be_text and re.match(signature.pattern, head, re.DOTALL):
             return signature.content
-    if _is_tar(head):
+    is_end_of_tar = suffix == ".tar" and not any(head)  # a tar without members, or one that was cut to nothing
+    if _is_tar(head) or is_end_of_tar:
         return Content("tar")
     if is_text:
         return _detect_text(head, suffix, name)

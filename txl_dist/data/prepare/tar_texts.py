@@ -9,8 +9,10 @@ webdataset takes a truncation between two members, and a damaged header, for the
 here before webdataset sees them: each header must have the right checksum, and the tar must end in two blocks of zeros
 with nothing after them.
 
-Limitations: a sample must fit in host memory, with its members that are not text. Members without a suffix, and members
-whose names begin with a dot or with `__`, belong to no sample, as in webdataset.
+A whole tar without members has no samples, as an empty file has no text.
+
+Limitations: a sample must fit in host memory, with its members that are not text. Members without a suffix, hidden
+members (`dir/._1.txt`), and members named like `__NAME__`, belong to no sample.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class SampleText(NamedTuple):
 def read_texts(stream: IO[bytes], file: SourceFile, *, first: int = 0) -> Iterator[SampleText]:
     """Yield the text of each sample of the tar `file`, from the sample number `first` on.
 
-    `stream` is the decompressed tar. Raises DataError if the tar is damaged, incomplete or has no sample, if bytes
-    follow its end, or if a member has 2 GiB or more.
+    `stream` is the decompressed tar. Raises DataError if the tar is damaged or incomplete, if it has members but no
+    sample, if bytes follow its end, or if a member has 2 GiB or more.
     """
     from webdataset import reraise_exception
     from webdataset.tariterators import group_by_keys, tar_file_expander
@@ -73,7 +75,8 @@ def read_texts(stream: IO[bytes], file: SourceFile, *, first: int = 0) -> Iterat
         problems.append(str(error.args[0]))
         return True
 
-    members = tar_file_expander([{"url": file.path, "stream": buffered}], handler=reraise_exception)
+    sources = [{"url": file.path, "stream": buffered}]
+    members = tar_file_expander(sources, handler=reraise_exception, select_files=_is_visible)
     num_samples = 0
     try:
         for sample in group_by_keys(members, handler=note):
@@ -87,11 +90,16 @@ def read_texts(stream: IO[bytes], file: SourceFile, *, first: int = 0) -> Iterat
         raise checked.error from None  # webdataset adds its own objects to the arguments of what it raises
     except tarfile.TarError as error:
         raise DataError(f"{file.path} cannot be read as a tar: {error}. {_REMEDY}") from error
-    if not num_samples:
+    if not num_samples and checked.has_members:
         raise DataError(
             f"{file.path} contains no sample in WebDataset layout: no member's name has a suffix such as .txt. "
             + _unpack(file)
         )
+
+
+def _is_visible(name: str) -> bool:
+    """Return whether a member is not hidden. macOS adds a hidden member to each file with attributes."""
+    return not name.rpartition("/")[2].startswith(".")
 
 
 def _text_of(sample: dict[str, Any], file: SourceFile, problems: list[str]) -> SampleText:
@@ -173,6 +181,8 @@ class _CheckedTar(InputStream):
     def __init__(self, stream: IO[bytes], path: str) -> None:
         self.error: Exception = EOFError("the tar is incomplete")
         """Error that the last read raised."""
+        self.has_members = False
+        """Whether a member has begun."""
         self._stream = stream
         self._path = path
         self._offset = 0
@@ -240,6 +250,7 @@ class _CheckedTar(InputStream):
         if not any(header):
             self._num_zeros = _BLOCK
             return
+        self.has_members = True
         try:
             member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:

@@ -122,7 +122,7 @@ def test_a_tar_that_is_cut_anywhere_is_refused(tmp_path: Path, form: int) -> Non
     path.write_bytes(whole)
     assert texts_of([path]) == [text(number) for number in range(3)]
     end = len(whole.rstrip(b"\0"))
-    cuts = [*range(512, end + 1024, 512), *random.Random(1).sample(range(513, end + 512), 20)]
+    cuts = [0, *range(512, end + 1024, 512), *random.Random(1).sample(range(513, end + 512), 20)]
     for cut in cuts:
         path.write_bytes(whole[:cut])
         with pytest.raises(DataError, match=r"x\.tar.* truncated at byte"):
@@ -130,6 +130,21 @@ def test_a_tar_that_is_cut_anywhere_is_refused(tmp_path: Path, form: int) -> Non
     path.write_bytes(gzip.compress(whole)[:-1])
     with pytest.raises(DataError, match="cannot read"):
         read([path])
+
+
+def test_an_empty_shard_among_others_has_no_samples(tmp_path: Path) -> None:
+    (tmp_path / "0.tar").write_bytes(members_tar([]))
+    (tmp_path / "1.tar").write_bytes(members_tar([("a.txt", b"one")]))
+    assert texts_of([tmp_path / "{0..1}.tar"]) == ["one"]
+    (tmp_path / "0.tar").write_bytes(members_tar([("README", b"a member without a suffix")]))
+    with pytest.raises(DataError, match="contains no sample"):
+        texts_of([tmp_path / "{0..1}.tar"])
+
+
+def test_hidden_members_belong_to_no_sample(tmp_path: Path) -> None:
+    members = [("._a.txt", b"mac"), ("d/._b.txt", b"mac"), ("d/b.txt", b"two"), ("./c.txt", b"three")]
+    (tmp_path / "x.tar").write_bytes(members_tar(members))
+    assert texts_of([tmp_path / "x.tar"]) == ["two", "three"]
 
 
 def test_webdataset_itself_takes_a_cut_between_members_for_the_end(tmp_path: Path) -> None:
