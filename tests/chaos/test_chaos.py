@@ -105,7 +105,6 @@ def test_a_signal_to_the_launcher_loses_nothing_either(lab: Lab) -> None:
     assert_passed(launcher(lab, kind="deepspeed", moment="training"))
 
 
-@pytest.mark.smoke
 def test_a_frozen_rank_is_found_and_named(lab: Lab) -> None:
     assert_passed(freeze(lab, kind="stop", rank=1))
 
@@ -138,7 +137,7 @@ def test_a_full_disk_is_survived(lab: Lab) -> None:
     ("fault", "stage", "ranks"),
     [
         pytest.param("kill:1:10:step", 1, 2, marks=pytest.mark.smoke),
-        pytest.param("kill:0:10:updated", 3, 2, marks=pytest.mark.smoke),
+        ("kill:0:10:updated", 3, 2),
         pytest.param("kill:0:10:step,kill:1:10:step", 0, 2, marks=pytest.mark.nightly),
         ("kill:1:10:step,kill:0:2:leave@2", 2, 2),
         pytest.param("kill:1:10:step,kill:0:2:meet@2", 1, 2, marks=pytest.mark.nightly),
@@ -158,7 +157,7 @@ def test_a_rank_is_replaced_while_other_nodes_keep_copies_too(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("work", "stage"),
     [
-        pytest.param("sample, before it is written", 1, marks=pytest.mark.smoke),
+        ("sample, before it is written", 1),
         pytest.param("validation", 3, marks=pytest.mark.nightly),
         pytest.param("save beside later steps", 1, marks=pytest.mark.nightly),
         pytest.param("save of the best", 2, marks=pytest.mark.nightly),

@@ -129,6 +129,7 @@ class TrainingRun:
             engine.model, mask_documents=config.data.document_mask, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
         self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
+        recovery.watch_passes(engine.model)
         self.clock = StepClock(context.ranks.device, sees_forward=config.engine.zero_stage < 3)
         scored_varies = config.data.document_mask or config.data.on_corrupt == "skip" or config.train.is_permutation
         self.stepper = Stepper(

@@ -147,7 +147,7 @@ def test_runs_side_by_side_say_how_many_are_done(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.splitlines() == ["1 of 3 done", "2 of 3 done", "3 of 3 done"]
 
 
-@pytest.mark.parametrize("program", ["t6", "t8", "t9", "t10"])
+@pytest.mark.parametrize("program", [pytest.param("t6", marks=pytest.mark.slow), "t8", "t9", "t10"])
 def test_a_try_keeps_out_of_the_records_and_a_wrong_folder_is_a_line(program: str, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return python("-m", f"tools.experiments.paper.{program}", *words, cwd=ROOT)

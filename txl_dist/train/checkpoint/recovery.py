@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError, raised_everywhere
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.checkpoint.partner import find_partner
 from txl_dist.train.checkpoint.slot_copy import PinnedSlotCopy, SlotCopy
 from txl_dist.train.checkpoint.slots import Share, StateSlots, StoredState
@@ -55,6 +57,12 @@ class Recovery:
         """Return a context manager whose block makes process groups."""
         yield
 
+    def watch_passes(self, model: TransformerXL) -> None:
+        """Make forward and backward passes of the model end between two blocks after the loss of a rank.
+
+        Otherwise a pass of many seconds would go on until the next collective.
+        """
+
     def mark_loaded(self) -> None:
         """Note that the stored state is loaded."""
 
@@ -69,6 +77,26 @@ def _copy_for(device: torch.device, member: Member) -> SlotCopy:
     if device.type == "cuda":
         return PinnedSlotCopy(device, is_void=lambda: member.must_leave)
     return SlotCopy()
+
+
+def end_passes_if(must_leave: Callable[[], bool], model: TransformerXL) -> None:
+    """Make a pass of the model raise ConnectionError, as a collective that was cut does, once `must_leave` is true.
+
+    It is asked after each block's forward pass, and before each block's backward pass.
+    """
+
+    def check() -> None:
+        if must_leave():
+            raise ConnectionError("a rank of this generation was lost")
+
+    def check_both(block: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, Tensor | None]) -> None:
+        check()
+        hidden_BTD, _ = outputs
+        if hidden_BTD.requires_grad:
+            hidden_BTD.register_hook(lambda gradient: check())
+
+    for block in model.blocks:
+        block.register_forward_hook(check_both)
 
 
 class InJobRecovery(Recovery):
@@ -146,6 +174,11 @@ class InJobRecovery(Recovery):
     def collecting(self) -> Iterator[None]:
         with self._member.collecting():
             yield
+
+    @override
+    def watch_passes(self, model: TransformerXL) -> None:
+        if next(model.parameters()).device.type == "cpu":  # on a GPU passes are only queued, or replayed as graphs
+            end_passes_if(lambda: self._member.must_leave, model)
 
     @override
     def mark_loaded(self) -> None:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -40,7 +39,14 @@ from typing_extensions import override
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.recovery.seat import node_name
-from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, SlotHead, Version, slot_to_replace
+from txl_dist.distributed.recovery.slot_file import (
+    HEAD_BYTES,
+    SlotFile,
+    SlotHead,
+    Version,
+    hash_of,
+    slot_to_replace,
+)
 from txl_dist.errors import CheckpointError, ConfigError, TrainingError, TxlError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object
@@ -156,9 +162,10 @@ class _Slot(SlotFile):
         half()
         content[tail_at:num_bytes] = tail
         with memoryview(content) as whole:
-            crc = zlib.crc32(whole[HEAD_BYTES:num_bytes])
+            content_hash = hash_of(whole[HEAD_BYTES:num_bytes])
         serial, world_size, rank = version
-        self.finish(SlotHead(serial, rank, world_size, layout.num_bytes, len(self._table), len(facts), crc))
+        sizes = (layout.num_bytes, len(self._table), len(facts))
+        self.finish(SlotHead(serial, rank, world_size, *sizes, content_hash))
 
 
 class StoredState(NamedTuple):
@@ -495,7 +502,7 @@ def _lay_out(fragments: Sequence[Fragment], memories: Sequence[Memory], share: S
             end = (share.part + 1) * whole.numel() // share.num_parts
             if begin < end:
                 pieces.append(_Piece(kind, fragment.parameter, fragment.start + begin, end - begin, offset))
-                values.append(whole[begin:end])
+                values.append(whole if share.num_parts == 1 else whole[begin:end])
                 offset = _aligned(offset + 4 * (end - begin))
     for index, memory in enumerate(memories):
         for tensor in (*memory.hidden, memory.document_BM):

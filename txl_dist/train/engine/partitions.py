@@ -138,15 +138,15 @@ def fragments(
     """
     for tensor, pieces in partitions:
         state = optimizer.state.get(tensor, {})
-        values = {WEIGHT: tensor}
+        values = {WEIGHT: _flattened(tensor)}
         for name, value in state.items():
             if _is_moment(name, value, tensor):
-                values[name] = value
+                values[name] = _flattened(value)
         # torch counts updates per tensor, pytorch_optimizer per group.
         step_of_group = optimizer.param_groups[0].get("step", 0)
         step = float(state.get("step", step_of_group))
         for piece in pieces:
-            views = {name: _view(value, piece) for name, value in values.items()}
+            views = {name: flat.narrow(0, piece.offset, piece.length) for name, flat in values.items()}
             axes = padded.get(piece.parameter)
             if axes is None:
                 yield Fragment(piece.parameter, piece.start, views, step)
@@ -195,7 +195,12 @@ def _is_moment(name: str, value: Any, tensor: Tensor) -> bool:
 def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
     """Return the values of a piece as a view. `tensor` is the piece's partition, or an optimizer
     moment of the same shape."""
-    return tensor.detach().view(-1).narrow(0, piece.offset, piece.length)
+    return _flattened(tensor).narrow(0, piece.offset, piece.length)
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    """Return a flat view of the values, without gradients."""
+    return tensor.detach().view(-1)
 
 
 class Source(Protocol):

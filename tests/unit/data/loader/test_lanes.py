@@ -146,7 +146,7 @@ SKIPS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 12)), max_size=4)
     seed=st.integers(0, 2**63 - 1),
     cuts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 70), SKIPS), min_size=1, max_size=5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_what_lanes_skip_is_never_read_and_all_else_of_each_epoch_once(
     shards: list[list[int]], seed: int, cuts: list[tuple[int, int, list[tuple[int, int]]]]
 ) -> None:

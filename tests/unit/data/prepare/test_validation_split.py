@@ -126,7 +126,7 @@ def test_a_stream_with_a_given_tokenizer_is_held_out_of_as_the_same_file_is(
     assert content_of(tmp_path / "piped") == content_of(tmp_path / "file")
 
 
-@pytest.mark.parametrize("most", [1, 500, 5_000, 1 << 17])
+@pytest.mark.parametrize("most", [1, 500, 1 << 17])
 def test_a_stream_longer_than_what_is_kept_of_it_goes_by_the_hash_and_is_read_once(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:

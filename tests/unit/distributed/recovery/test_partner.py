@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +21,7 @@ def new_slot() -> SlotFile:
 def fill(slot: SlotFile, serial: int, *, rank: int = 3, content: bytes = b"0123456789" * 100_000) -> SlotFile:
     memory = slot.begin(HEAD_BYTES + len(content))
     memory[HEAD_BYTES : HEAD_BYTES + len(content)] = content
-    slot.finish(SlotHead(serial, rank, 4, len(content), 0, 0, zlib.crc32(content)))
+    slot.finish(SlotHead(serial, rank, 4, len(content), 0, 0, slot_file.hash_of(content)))
     return slot
 
 
