@@ -40,9 +40,9 @@ class PrepareArguments(PrepareSettings):
     kind: Annotated[str, arg(name="tokenizer", metavar="{auto,byte,char,word,bpe,unigram}")] = "auto"
     """Kind of tokenizer to train on the train split, possibly a plugin's. auto: the papers' kind for a named corpus,
     else bpe."""
-    tokenizer_path: Annotated[Path | None, arg(name="tokenizer-file")] = None
-    """Tokenizer to use instead of training one: our or Hugging Face's tokenizer.json, a sentencepiece .model, or a
-    folder with one of them."""
+    tokenizer_path: Annotated[str | None, arg(name="tokenizer-file")] = None
+    """Tokenizer to use instead of training one: our or Hugging Face's tokenizer.json, a sentencepiece .model, a
+    folder with one of them, or the URL of such a file."""
     vocab_list: Path | None = None
     """File with the names of token ids, one per line, id 0 first. The inputs are then ids instead of text: .npy (one
     document, or one per row) or JSON lines (a list per line). End-of-text becomes the last id."""

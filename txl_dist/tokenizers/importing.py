@@ -18,15 +18,17 @@ _SENTENCEPIECE_START = b"\n"
 """First byte of a sentencepiece model: the protocol buffer's field 1, with a length."""
 
 
-def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
+def import_tokenizer(path: str | Path, texts: Texts, *, content: bytes | None = None) -> Tokenizer:
     """Read an existing tokenizer: Hugging Face's tokenizer.json, sentencepiece's .model, or a tokenizer.json of ours.
 
     The ids of another program's tokenizer are numbered by their frequency in the texts, and equally frequent ids keep
     their order. If that tokenizer has no token that ends a document, such as `<|endoftext|>` or XLNet's `<eod>`,
-    an end-of-text is added. A tokenizer of ours is not changed. Raises DataError if the file is of another kind or
+    an end-of-text is added. A tokenizer of ours is not changed. `content` is the content of the file, if the caller has
+    read it. Raises DataError if the file is of another kind or
     damaged, if a package is missing, or if there is no text.
     """
-    content = tokenizer_bytes(path, remedy="Check the path.")
+    if content is None:
+        content = tokenizer_bytes(path, remedy="Check the path.")
     if _is_ours(content):
         return read_tokenizer(content, name=str(path))
     unordered = _open_foreign(content, name=str(path))
@@ -40,12 +42,14 @@ def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
     return type(unordered)(unordered.content, foreign_ids=foreign_ids, end_of_text=end_of_text)
 
 
-def open_tokenizer(path: str | Path) -> Tokenizer:
+def open_tokenizer(path: str | Path, *, content: bytes | None = None) -> Tokenizer:
     """Read an existing tokenizer without texts. The ids of another program's tokenizer keep their order.
 
-    Raises DataError if the file is not a tokenizer or is damaged, or if a package is missing.
+    `content` is the content of the file, if the caller has read it. Raises DataError if the file is not a tokenizer or
+    is damaged, or if a package is missing.
     """
-    content = tokenizer_bytes(path, remedy="Check the path.")
+    if content is None:
+        content = tokenizer_bytes(path, remedy="Check the path.")
     if _is_ours(content):
         return read_tokenizer(content, name=str(path))
     return _open_foreign(content, name=str(path))

@@ -261,7 +261,9 @@ def _check_nodes(job: Preparation, places: Places, workers: Workers) -> None:
     token = secrets.token_hex(8)
     settings = job.settings
     inputs = [file.path for file in job.files[:1] if not has_scheme(file.path)]
-    inputs += [str(path) for path in (settings.tokenizer_path, settings.vocab_list) if path is not None]
+    for path in (settings.tokenizer_path, settings.vocab_list):
+        if path is not None and not has_scheme(str(path)):
+            inputs.append(str(path))
     for location in places:
         shared_files(location).write("token", token.encode())
     workers.check(partial(check_node, places, token, inputs))

@@ -436,6 +436,6 @@ def on_all_nodes(settings: PrepareSettings) -> PrepareSettings:
     paths = {}
     for name in ("tokenizer_path", "vocab_list"):
         path = getattr(settings, name)
-        if path is not None:
+        if path is not None and "://" not in str(path):
             paths[name] = os.path.abspath(path)
     return dataclasses.replace(settings, **paths)

@@ -64,7 +64,7 @@ class PrepareSettings(Learning):
     document belongs to this share."""
     tokenizer_path: str | Path | None = None
     """Existing tokenizer file to use instead of training a tokenizer: Hugging Face's tokenizer.json, a sentencepiece
-    model, or a tokenizer.json of this package."""
+    model, or a tokenizer.json of this package. It can be a path or a URL."""
     vocab_list: str | Path | None = None
     """File with the names of the token ids, one name per line, id 0 first. With this option the inputs are token ids
     instead of text: .npy arrays (one document, or one document per row) or JSON lines (one list per line). The
@@ -318,10 +318,9 @@ class PrepareSettings(Learning):
         names = {field.name for field in dataclasses.fields(self)} - set(left_out)
         kept = {name: str(getattr(self, name)) for name in names}
         if self.tokenizer_path is not None:
-            from txl_dist.tokenizers.tokenizer import tokenizer_bytes
+            from txl_dist.data.prepare.shared_files import read_tokenizer_file
 
-            content = tokenizer_bytes(self.tokenizer_path, remedy="Check the path.")
-            kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
+            kept["tokenizer_path"] = hashlib.sha256(read_tokenizer_file(self.tokenizer_path)).hexdigest()
         if self.vocab_list is not None:
             names_of_ids = "\n".join(self.reading(given=()).names)
             kept["vocab_list"] = hashlib.sha256(names_of_ids.encode()).hexdigest()

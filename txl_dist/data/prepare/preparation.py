@@ -31,6 +31,7 @@ from txl_dist.data.prepare.documents import (
 from txl_dist.data.prepare.input_splits import Cursor, InputPart, read_parts
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.readers import begin, chunks_of
+from txl_dist.data.prepare.shared_files import read_tokenizer_file
 from txl_dist.data.prepare.sources import Listing, SourceFile, check_inputs, identities, list_sources
 from txl_dist.data.prepare.split_names import split_by_name
 from txl_dist.data.prepare.validation_split import hold_out, no_text
@@ -41,7 +42,7 @@ from txl_dist.io.files import atomic_replace, open_new, read_bytes
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.importing import import_tokenizer
 from txl_dist.tokenizers.listed import listed_tokenizer
-from txl_dist.tokenizers.tokenizer import load_tokenizer
+from txl_dist.tokenizers.tokenizer import load_tokenizer, read_tokenizer
 from txl_dist.tokenizers.training import DEFAULT_SUBWORDS, train_tokenizer
 
 _MIB = 1 << 20
@@ -239,10 +240,11 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
         assert settings.kind != "auto"
         tokenizer = train_tokenizer(settings.kind, lambda: _train_texts(job), **settings.learning())
     elif settings.encoding_errors == "keep":
-        tokenizer = load_tokenizer(settings.tokenizer_path)
+        tokenizer = read_tokenizer(read_tokenizer_file(settings.tokenizer_path), name=str(settings.tokenizer_path))
         _check_keeps(settings, tokenizer.kind)
     else:
-        tokenizer = import_tokenizer(settings.tokenizer_path, lambda: _train_texts(job))
+        content = read_tokenizer_file(settings.tokenizer_path)
+        tokenizer = import_tokenizer(settings.tokenizer_path, lambda: _train_texts(job), content=content)
     done.unlink(missing_ok=True)  # it may belong to another tokenizer
     atomic_replace(path, tokenizer.to_json().encode("utf-8"))
     atomic_replace(done, inputs.encode())

@@ -43,6 +43,7 @@ from txl_dist.data.format import (
 )
 from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.prepare.documents import SPLITS, TRAIN, count_characters, text_bytes_of
+from txl_dist.data.prepare.shared_files import read_tokenizer_file
 from txl_dist.data.prepare.split_names import splits_of_paths
 from txl_dist.data.storage.local import MappedPayload
 from txl_dist.data.verify.inspect import corpus_facts, corpus_lines
@@ -215,7 +216,7 @@ def _open_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises DataError if the ids of a foreign tokenizer have gaps.
     """
-    tokenizer = open_tokenizer(path)
+    tokenizer = open_tokenizer(path, content=read_tokenizer_file(path))
     if isinstance(tokenizer, ForeignTokenizer):
         ids = tokenizer.foreign_ids[tokenizer.foreign_ids != ADDED]
         # A foreign tokenizer that this package saved has the ids in another order, and its own numbers have no gaps.

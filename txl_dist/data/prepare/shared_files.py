@@ -25,6 +25,7 @@ from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.data.storage.bucket_lock import LOCK, BucketLock, is_lock
 from txl_dist.errors import DataError, UnreachableError
 from txl_dist.io.files import flush_folder, fsync, open_new
+from txl_dist.tokenizers.tokenizer import tokenizer_bytes
 
 STAMP = "job.json"
 """Name of the file with the hash of the settings that all other files of a work folder depend on."""
@@ -112,6 +113,14 @@ def shared_files(location: str) -> SharedFiles:
     if "://" in location:
         return Bucket(location, retries=_RETRIES)
     return FolderFiles(location)
+
+
+def read_tokenizer_file(location: str | Path) -> bytes:
+    """Return the content of a tokenizer file at a path or a URL. Raises DataError, and UnreachableError for a URL."""
+    if "://" not in str(location):
+        return tokenizer_bytes(location, remedy="Check the path.")
+    folder, _, name = str(location).rpartition("/")
+    return Bucket(folder).read(name)
 
 
 @contextmanager

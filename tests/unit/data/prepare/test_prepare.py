@@ -62,6 +62,17 @@ def content_of(folder: Path) -> dict[str, str]:
     }
 
 
+def test_a_tokenizer_at_a_url_gives_the_corpus_of_the_same_file(tmp_path: Path, texts: Path) -> None:
+    first = prepare_corpus(tmp_path / "first", inputs=[texts], **SETTINGS).corpus
+    url = f"file://{first.location}/tokenizer.json"
+    settings = {"inputs": [texts], "valid_fraction": 0.1, "num_workers": 1}
+    prepare_corpus(tmp_path / "path", tokenizer_path=tmp_path / "first/tokenizer.json", **settings)
+    prepare_corpus(tmp_path / "url", tokenizer_path=url, **settings)
+    assert content_of(tmp_path / "url") == content_of(tmp_path / "path")
+    with pytest.raises(DataError, match=r"cannot read file://.*none\.json"):
+        prepare_corpus(tmp_path / "none", tokenizer_path=f"file://{tmp_path}/none.json", **settings)
+
+
 def texts_in(corpus: Corpus, split: str) -> list[str]:
     tokenizer = corpus.tokenizer
     return [tokenizer.decode(document[:-1].tolist()) for document in corpus.split(split).each_document()]
