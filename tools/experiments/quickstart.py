@@ -32,9 +32,9 @@ RECORDS = NOTEBOOK / "quickstart.csv"
 RANKS = 2
 LABELS = {
     "model": "the model",
-    "no_memory": "the model without its memory",
-    "bigram": "bigram of the training text",
-    "order_0": "frequencies of the training text",
+    "no_memory": "without its memory",
+    "bigram": "training text's bigram",
+    "order_0": "training text's frequencies",
 }
 """Columns of the records that contain scores, with their names in the table."""
 
@@ -109,7 +109,7 @@ def table_of(records: Sequence[Record]) -> list[str]:
     for column, label in LABELS.items():
         cells = [mean_and_range([getattr(row, column) for row in rows]) for rows in measured.values()]
         lines.append([label, *cells])
-    return markdown(("scored", *(f"bits per byte, {precision}" for precision in measured)), lines)
+    return markdown(("bits per byte", *measured), lines)
 
 
 def mean_and_range(values: Sequence[float]) -> str:

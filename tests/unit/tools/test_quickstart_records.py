@@ -44,7 +44,7 @@ def test_the_table_has_a_column_for_each_precision_and_only_rows_of_the_quick_st
     first = ROWS[0]._replace(recipe=RECIPES[0], precision="fp32", model=1.5)
     other = first._replace(precision="bf16", model=1.6)
     head, _, model, *_ = table_of([other, first, other._replace(recipe=RECIPES[1], model=9.0)])
-    assert head == "| scored | bits per byte, fp32 | bits per byte, bf16 |"
+    assert head == "| bits per byte | fp32 | bf16 |"
     assert model == "| the model | 1.50 | 1.60 |"
 
 
