@@ -302,8 +302,8 @@ def compiled(part: str, folder: Path) -> dict[str, Any]:
 def pack(folder: Path, out: Path) -> int:
     """Pack the cache with paths from the root of the file system. Return the number of files.
 
-    The intermediate forms of the code are packed as empty files. Triton does not use them, but its versions after 3.6
-    find a kernel only if all of its files exist.
+    The intermediate forms of the code are packed as empty files. Triton does not use them, but version 3.9 finds a
+    kernel only if all of its files exist.
     """
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
     packed = io.BytesIO()
