@@ -192,11 +192,11 @@ def tidy_checkpoints(run_dir: Path, *, newest: Path | None) -> None:
         quarantine(run_dir, newer_than=newest, word="damaged")
 
 
-def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
+def refuse_frozen_changes(old: Config, new: Config, *, made: str, choose: str = "--run.dir") -> list[str]:
     """Raise ConfigError if two configurations differ in a frozen setting, which must not change when a run resumes.
 
     Other settings may change. Returns a sentence for each changed setting for which a warning is required. `made` names
-    the run or checkpoint that has the old settings.
+    the run or checkpoint that has the old settings, and `choose` the settings to change for another run.
     """
     changes = config_changes(whole(old), whole(new))
     frozen = [f"  {change.key}: {change.old} -> {change.new}" for change in changes if change.policy == "frozen"]
@@ -204,7 +204,7 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
         raise ConfigError(
             f"{made} was made by another configuration:",
             *frozen,
-            "To continue the run, restore these settings. To start another run, choose another --run.dir.",
+            f"To continue the run, restore these settings. To start another run, choose another {choose}.",
         )
     return [
         f"{change.key} changed from {change.old} to {change.new}" for change in changes if change.policy == "warned"

@@ -33,7 +33,7 @@ from txl_dist.train.checkpoint.mirror.choices import (
     why_foreign,
 )
 from txl_dist.train.checkpoint.mirror.downloads import _Fetch
-from txl_dist.train.checkpoint.mirror.mirror import leaders_of, mirrored_precision
+from txl_dist.train.checkpoint.mirror.mirror import _check_settings, leaders_of, mirrored_precision
 from txl_dist.train.checkpoint.mirror.ownership import claim_id, read_mirror_id
 from txl_dist.train.checkpoint.mirror.uploads import Upload, Uploader
 
@@ -64,6 +64,16 @@ def test_the_precision_of_a_run_is_that_of_its_settings_in_the_mirror(bucket: Bu
     (tmp_path / SETTINGS).write_text(config_to_toml(saved), encoding="utf-8")
     bucket.upload(tmp_path / SETTINGS, SETTINGS)
     assert mirrored_precision(config) == "bf16"
+
+
+def test_a_mirror_with_other_frozen_settings_is_refused_with_a_remedy_that_helps(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    saved = config_from_dict({"model": {"width": 16}}, source="test")
+    (tmp_path / SETTINGS).write_text(config_to_toml(saved), encoding="utf-8")
+    bucket.upload(tmp_path / SETTINGS, SETTINGS)
+    with pytest.raises(ConfigError, match=r"model\.width: 16 -> 32(.|\n)*choose another --checkpoint\.mirror\."):
+        _check_settings(bucket, config_from_dict({"model": {"width": 32}}, source="test"))
 
 
 def test_two_saves_of_one_step_never_share_a_folder() -> None:

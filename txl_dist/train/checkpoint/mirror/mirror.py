@@ -284,7 +284,7 @@ def _check_settings(bucket: Bucket, config: Config) -> None:
     """Raise ConfigError if the run in the mirror has other frozen settings."""
     settings = _settings_in(bucket)
     if settings is not None:
-        refuse_frozen_changes(settings, config, made=bucket.location)
+        refuse_frozen_changes(settings, config, made=bucket.location, choose="--checkpoint.mirror")
 
 
 def _settings_in(bucket: Bucket) -> Config | None:
