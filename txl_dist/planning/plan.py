@@ -471,7 +471,9 @@ class _Planner:
         # where it replaces the kernels its probabilities are counted here, and in fp32 plain attention is the bound.
         followed = changed(config, {"engine.attention": "plain" if kind == "plain" or in_fp32 else "triton"})
         plan = plan_batch(config.train, world_size=self.gpus)
-        needed = bytes_per_rank(followed, plan=plan, vocab_size=self.question.vocab_size, on_gpu=True)
+        needed = bytes_per_rank(
+            followed, plan=plan, vocab_size=self.question.vocab_size, on_gpu=True, runs_triton=self.gpu.has_bf16
+        )
         if kind == "fused" and not in_fp32:
             needed["scores"] += _kept_scores_bytes(config)
         return needed

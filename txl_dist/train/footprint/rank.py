@@ -40,12 +40,19 @@ HEAP_FACTOR = 2.0
 
 
 def bytes_per_rank(
-    config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool, cluster_shares: Sequence[float] = ()
+    config: Config,
+    *,
+    plan: BatchPlan,
+    vocab_size: int,
+    on_gpu: bool,
+    runs_triton: bool = True,
+    cluster_shares: Sequence[float] = (),
 ) -> dict[str, float]:
     """Return the largest number of bytes that any rank uses at once, by kind. The sum over the kinds is the peak.
 
     `cluster_shares` are the shares of the tokens, one per cluster of the vocabulary. Without them `typical_shares` are
-    used. With offloading the optimizer is not included. Temporary copies of gradients and weights count as activations.
+    used. `runs_triton` says whether the GPU can make Adam's update by a Triton kernel. With offloading the optimizer is
+    not included. Temporary copies of gradients and weights count as activations.
     Kept distance scores are counted if engine.keep_scores is "on", and not if it is "auto" (see `with_kept_scores`).
     If the start of the run needs more memory than any step, the additional memory counts as activations too.
     """
@@ -117,7 +124,7 @@ def bytes_per_rank(
         engine=engine,
         buckets=held["buckets"],
         in_update=in_update,
-        copies_gradients=not updates_by_kernel(config, on_gpu=on_gpu),
+        copies_gradients=not updates_by_kernel(config, on_gpu=on_gpu and runs_triton),
         on_gpu=on_gpu,
     )
     # Before the first step each rank draws all weights, and copies them into flat tensors.

@@ -197,6 +197,18 @@ def test_a_save_of_padded_widths_holds_copies_without_the_padding() -> None:
     assert plain["activations"] + plain["gradients"] < copied
 
 
+def test_only_a_gpu_that_runs_triton_kernels_updates_without_copies_of_the_gradients() -> None:
+    wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
+    short = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
+    config = tiny_config(model=wide, train=short, engine={"precision": "fp16", "zero_stage": 1})
+    plan = plan_batch(config.train, world_size=1)
+    by_kernel, by_torch = (
+        bytes_per_rank(config, plan=plan, vocab_size=300, on_gpu=True, runs_triton=runs) for runs in (True, False)
+    )
+    copies = 6 * count_parameters(config.model, vocab_size=300)  # joined in fp16, and then in fp32
+    assert by_torch["activations"] == copies > 2 * by_kernel["activations"]
+
+
 def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> None:
     parameters = count_parameters(tiny_config().model, vocab_size=300)
     full, half = held(tiny_config()), held(tiny_config(engine={"precision": "bf16"}), on_gpu=True)
