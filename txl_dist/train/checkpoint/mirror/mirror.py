@@ -217,9 +217,10 @@ def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -
         run_id = _checked_id(bucket, config, resume=resume)
         if not ranks.is_rank0:
             return None
+        label = f"run {run_id}" if run_id else "a new run"
         nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
         return BucketLock.acquire(
-            bucket, f"run {run_id}", nonce=nonce, remedy="Stop that job, or give another --checkpoint.mirror."
+            bucket, label, nonce=nonce, remedy="Stop that job, or give another --checkpoint.mirror."
         )
 
     with _refused():
@@ -248,8 +249,11 @@ def leaders_of(nodes: Sequence[str]) -> list[int]:
 
 
 def _checked_id(bucket: Bucket, config: Config, *, resume: str) -> str:
-    """Return the run's id for messages. Raises ConfigError if the mirror belongs to another run than this node's run
-    directory, or to a run with other frozen settings."""
+    """Return the run's id, or an empty text for a new run.
+
+    Raises ConfigError if the mirror belongs to another run than this node's run directory, or to a run with other
+    frozen settings.
+    """
     run_dir = Path(config.run.dir)
     own_id = read_local_id(run_dir)
     mirror_id = read_mirror_id(bucket)
@@ -267,7 +271,7 @@ def _checked_id(bucket: Bucket, config: Config, *, resume: str) -> str:
             "continue the run of the mirror, use an empty --run.dir and --resume auto."
         )
     _check_settings(bucket, config)
-    return mirror_id or own_id or "of a new run"
+    return mirror_id or own_id
 
 
 def _shares_a_checkpoint(bucket: Bucket, local: Sequence[Path]) -> bool:
