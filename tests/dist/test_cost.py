@@ -111,7 +111,7 @@ def test_the_norm_of_a_gpu_is_deepspeeds_without_its_waits_and_copies(
     for expected, norm, waits, longest, length in both[0] + both[1]:
         assert norm == pytest.approx(expected, rel=1e-5)
         assert waits == []
-        assert longest < 200 < length, "a number per parameter"
+        assert longest < 2_048 < length, "a CPU adds squares in rows of 1,024, a GPU makes a number per parameter"
 
 
 def gathering_worker(ranks: RankInfo) -> tuple[int, list[int], list[int]]:

@@ -33,7 +33,7 @@ class Waits(TorchDispatchMode):
         self.num_operations = 0
         self.places: list[str] = []
         self.longest = 0
-        """Number of values of the largest tensor that an operation returned."""
+        """Number of values of the largest tensor that an operation made, views not counted."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,8 +43,9 @@ class Waits(TorchDispatchMode):
             self.places.append("".join(traceback.format_stack(limit=8)[:-1]))
         operation: Callable[..., Any] = func
         result = operation(*args, **(kwargs or {}))
-        made = [value.numel() for value in tree_leaves(result) if isinstance(value, Tensor)]
-        self.longest = max([self.longest, *made])
+        if not func.is_view:
+            made = [value.numel() for value in tree_leaves(result) if isinstance(value, Tensor)]
+            self.longest = max([self.longest, *made])
         return result
 
 

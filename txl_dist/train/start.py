@@ -18,7 +18,7 @@ import torch
 from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints
 from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
-from txl_dist.config.schema import Precision, paths_of_sets
+from txl_dist.config.schema import paths_of_sets
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.data.loader.corpora import Corpora
@@ -255,21 +255,14 @@ def _train(
 
 
 def _choose_precision(config: Config, ranks: RankInfo, *, resume: str) -> ChosenPrecision:
-    """Return the precision of the run, the same on every rank. A run that continues keeps its precision."""
+    """Return the precision of the run, the same on every rank. A run that continues, from the disk or else from the
+    mirror, keeps its precision."""
     given = config.engine.precision
     kept = None
     if given == "auto":
-        kept = run_on_rank0(lambda: _precision_of_run(config, resume=resume))
+        run_dir = Path(config.run.dir)
+        kept = run_on_rank0(lambda: kept_precision(run_dir, resume=resume) or mirrored_precision(config))
     return agree_on_precision(given, kept=kept, device=ranks.device)
-
-
-def _precision_of_run(config: Config, *, resume: str) -> Precision | None:
-    """Return the precision of the run that continues, from the disk or else from the mirror. Return None for a new
-    run."""
-    kept = kept_precision(Path(config.run.dir), resume=resume)
-    if kept is None and config.checkpoint.mirror:
-        kept = mirrored_precision(config)
-    return kept
 
 
 def _lock(run_dir: Path, stack: ExitStack, member: Member | None) -> RunLock:

@@ -111,8 +111,7 @@ class SlotFile:
         head = self.head
         if os.fstat(self._file).st_size < head.num_bytes:
             return False
-        with memoryview(self.mapped(head.num_bytes)) as content:
-            return hash_of(content[HEAD_BYTES : head.num_bytes]) == head.content_hash
+        return self._hash(head.num_bytes) == head.content_hash
 
     def begin(self, num_bytes: int) -> mmap.mmap:
         """Invalidate the version in this slot, and return the file with room for a slot of `num_bytes`.
@@ -123,12 +122,23 @@ class SlotFile:
         content[:8] = bytes(8)
         return content
 
+    def seal(self, version: Version, values_len: int, table_len: int, facts_len: int) -> None:
+        """Make the content that was written after `begin` valid, as this version. The sizes are in bytes."""
+        content_hash = self._hash(HEAD_BYTES + values_len + table_len + facts_len)
+        serial, world_size, rank = version
+        self.finish(SlotHead(serial, rank, world_size, values_len, table_len, facts_len, content_hash))
+
     def finish(self, head: SlotHead) -> None:
-        """Make the content that was written after `begin` valid."""
+        """Make the content that was written after `begin` valid, with the head that describes it."""
         content = self.mapped(head.num_bytes)
         packed = head.to_bytes()
         content[8:HEAD_BYTES] = packed[8:]
         content[:8] = packed[:8]
+
+    def _hash(self, num_bytes: int) -> int:
+        """Return the hash of the content of a slot of `num_bytes`."""
+        with memoryview(self.mapped(num_bytes)) as content:
+            return hash_of(content[HEAD_BYTES:num_bytes])
 
     def mapped(self, num_bytes: int) -> mmap.mmap:
         """Return the file as memory of at least `num_bytes`. A file that is too small grows. Raises OSError."""

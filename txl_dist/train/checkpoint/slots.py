@@ -39,14 +39,7 @@ from typing_extensions import override
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.recovery.seat import node_name
-from txl_dist.distributed.recovery.slot_file import (
-    HEAD_BYTES,
-    SlotFile,
-    SlotHead,
-    Version,
-    hash_of,
-    slot_to_replace,
-)
+from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, slot_to_replace
 from txl_dist.errors import CheckpointError, ConfigError, TrainingError, TxlError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object
@@ -161,11 +154,7 @@ class _Slot(SlotFile):
         self._copy.copy(self._targets, values, mark)
         half()
         content[tail_at:num_bytes] = tail
-        with memoryview(content) as whole:
-            content_hash = hash_of(whole[HEAD_BYTES:num_bytes])
-        serial, world_size, rank = version
-        sizes = (layout.num_bytes, len(self._table), len(facts))
-        self.finish(SlotHead(serial, rank, world_size, *sizes, content_hash))
+        self.seal(version, layout.num_bytes, len(self._table), len(facts))
 
 
 class StoredState(NamedTuple):
