@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -42,6 +43,14 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
+def settled_bytes(*, wait_s: float = 5.0) -> int:
+    """Return `live_bytes` once it is 0, or after `wait_s`. A thread of gloo drops the tensors of a collective later."""
+    end_s = time.monotonic() + wait_s
+    while (num_bytes := live_bytes()) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return num_bytes
+
+
 def phases_worker(ranks: RankInfo) -> list[list[tuple[int, int]]]:
     """By kind, for four engines in turn: bytes before and after the engine is closed, twice. Each of them is
     still referred to, as by the traceback of an error."""
@@ -62,7 +71,7 @@ def phases_worker(ranks: RankInfo) -> list[list[tuple[int, int]]]:
             before = live_bytes()
             kept[-1].close()
             kept[-1].close()
-            phases.append((before, live_bytes()))
+            phases.append((before, settled_bytes()))
         seen.append(phases)
     return seen
 
