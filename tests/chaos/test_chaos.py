@@ -87,7 +87,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_moved_aside(lab: Lab) -> None:
     assert_passed(damaged_folder(lab, pattern="engine/00001.safetensors"))
 
 
-@pytest.mark.smoke
 def test_a_run_goes_on_with_other_ranks_at_other_stages(lab: Lab) -> None:
     assert_passed(journey(lab, name="both", leg_steps=4))
 

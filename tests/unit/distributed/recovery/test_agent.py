@@ -204,6 +204,7 @@ def test_a_job_whose_spares_fail_continues_with_fewer_ranks(tmp_path: Path) -> N
     agents.end()
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_cut_off_kills_its_rank_and_gets_a_replacement_when_it_is_connected_again(
     tmp_path: Path,
 ) -> None:
