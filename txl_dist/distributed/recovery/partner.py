@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from txl_dist.distributed.connection import end_when_unreachable, listen
-from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, hash_of, head_of, slot_to_replace
+from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, head_of, slot_to_replace
 
 NUM_PARTNER_SLOTS = 2
 """Number of versions that an agent keeps for a rank of another node."""
@@ -224,8 +224,8 @@ def _receive_slot(peer: socket.socket, slot: SlotFile) -> int:
     peer.sendall(_REPLY.pack(0))
     with memoryview(content) as whole:
         _receive_into(peer, whole[HEAD_BYTES : head.num_bytes])
-        if hash_of(whole[HEAD_BYTES : head.num_bytes]) != head.content_hash:
-            return errno.EIO
+    if not slot.holds(head):
+        return errno.EIO
     slot.finish(head)
     return 0
 

@@ -108,7 +108,10 @@ class SlotFile:
 
     def is_whole(self) -> bool:
         """Return whether the content of the slot has the hash that its head says."""
-        head = self.head
+        return self.holds(self.head)
+
+    def holds(self, head: SlotHead) -> bool:
+        """Return whether the slot has the content that a head describes, by its size and its hash."""
         if os.fstat(self._file).st_size < head.num_bytes:
             return False
         return self._hash(head.num_bytes) == head.content_hash
