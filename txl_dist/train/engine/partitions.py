@@ -14,7 +14,7 @@ This module reads attributes of DeepSpeed's optimizers (0.19), but does not impo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -145,8 +145,9 @@ def fragments(
         # torch counts updates per tensor, pytorch_optimizer per group.
         step_of_group = optimizer.param_groups[0].get("step", 0)
         step = float(state.get("step", step_of_group))
-        for piece in pieces:
-            views = {name: flat.narrow(0, piece.offset, piece.length) for name, flat in values.items()}
+        views_by_kind = {name: _views(flat, pieces) for name, flat in values.items()}
+        for index, piece in enumerate(pieces):
+            views = {name: all_views[index] for name, all_views in views_by_kind.items()}
             axes = padded.get(piece.parameter)
             if axes is None:
                 yield Fragment(piece.parameter, piece.start, views, step)
@@ -196,6 +197,21 @@ def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
     """Return the values of a piece as a view. `tensor` is the piece's partition, or an optimizer
     moment of the same shape."""
     return _flattened(tensor).narrow(0, piece.offset, piece.length)
+
+
+def _views(flat: Tensor, pieces: list[PartitionPiece]) -> Sequence[Tensor]:
+    """Return the values of each piece as a view of a flat tensor. The pieces are in the order of their places.
+
+    One split is several times as fast as a `narrow` per piece, and recovery asks for all pieces after each step.
+    """
+    lengths = []
+    end = 0
+    for piece in pieces:
+        lengths += [piece.offset - end, piece.length]
+        end = piece.offset + piece.length
+    lengths.append(flat.numel() - end)
+    views: Sequence[Tensor] = flat.split(lengths)
+    return views[1::2]
 
 
 def _flattened(tensor: Tensor) -> Tensor:
