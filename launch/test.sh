@@ -15,8 +15,9 @@ make_environment "[dev]"
 # Once, and not in each of some hundred processes.
 "$VENV/bin/python" -m compileall -q txl_dist tests tools
 
+QUICK="smoke or not (slow or dist)"
 case ${1:-} in
-    "") chosen="smoke or not (slow or dist)" ;;
+    "") chosen=$QUICK ;;
     --all) chosen="not nightly" && shift ;;
     --nightly) chosen="nightly" && shift ;;
     *) exec "$VENV/bin/python" -m pytest "$@" ;;
@@ -30,6 +31,7 @@ run() { # MARKER EXPRESSION, ARGUMENTS
     if [ "$status" = "$NO_TESTS" ] || { [ "$status" = 0 ] && [ "$code" != "$NO_TESTS" ]; }; then status=$code; fi
 }
 run "not alone" -n 2 --dist loadfile --no-loadscope-reorder "$@"
+[ "$chosen" != "$QUICK" ] || exit "$status" # a test that needs the machine for itself is slow or dist
 mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.alone' tests) # to collect the others again takes ten seconds
 run "alone" "${files[@]}" "$@"
 exit "$status"

@@ -73,6 +73,7 @@ CODE_SUFFIXES = {".py", ".toml", ".sh", ".sbatch", ".yaml", ".j2", ".html", ".js
 each_page = pytest.mark.parametrize("page", [*PAGES, *NOTEBOOK], ids=lambda page: str(page.relative_to(ROOT)))
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is in the extra `docs`")
     command = ["bash", "launch/docs.sh", str(tmp_path / "site")]

@@ -72,7 +72,7 @@ def test_a_lost_standard_error_changes_nothing(err: str, folder: Path) -> None:
 
 
 def test_a_closed_standard_output_is_no_error(folder: Path) -> None:
-    for words in ("--help", "inspect corpus"):
+    for words in ("--help", "verify corpus"):
         code, _, err = run(*words.split(), out="closed", folder=folder)
         assert (code, "Traceback" in err) == (0, False)
 

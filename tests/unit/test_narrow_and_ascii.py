@@ -95,6 +95,7 @@ def test_evaluate_in_a_locale_of_ascii_scores_the_same_and_prints_ascii(
     assert len(done.stdout.splitlines()) == len(escaped.splitlines())
 
 
+@pytest.mark.slow
 def test_a_path_that_no_settings_can_hold_is_one_line_that_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "caf\u00e9"
     made = make(folder)
@@ -107,10 +108,14 @@ def test_a_path_that_no_settings_can_hold_is_one_line_that_says_so(tmp_path: Pat
     assert line.endswith(
         b"is not UTF-8. Give a value in UTF-8. If the locale is ASCII, set the environment variable PYTHONUTF8=1."
     )
+
+
+def test_a_setting_that_is_not_utf_8_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"file: data\.more_paths=a\\udcff is not UTF-8"):
         config_from_dict({"data": {"more_paths": ["fine", "a\udcff"]}}, source="file")
 
 
+@pytest.mark.slow
 def test_a_prompt_in_utf_8_is_taken_in_a_locale_of_ascii(tmp_path: Path) -> None:
     bundle = make(tmp_path).bundle
     words = ["generate", str(bundle), "--max-tokens", "3", "--out", "-", "--prompt"]

@@ -45,7 +45,7 @@ def calls(folder: Path, *arguments: str, first: int = 0, second: int = 0) -> tup
 def test_the_default_is_what_is_quick_and_what_is_smoke(tmp_path: Path) -> None:
     code, called = calls(tmp_path)
     assert code == 0
-    assert called == [f"-m {CHOSEN}not alone {TWO_AT_A_TIME}", f"-m {CHOSEN}alone tests/test_time.py"]
+    assert called == [f"-m {CHOSEN}not alone {TWO_AT_A_TIME}"]
 
 
 @pytest.mark.parametrize(("word", "chosen"), [("--all", "(not nightly)"), ("--nightly", "(nightly)")])

@@ -191,7 +191,14 @@ def test_notes_name_settings_that_exist_and_end_as_sentences() -> None:
     assert [note for note in notes if not note.endswith(".")] == []
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "launch"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if command in ("plan", "sweep") else [])  # settings as of train
+        for command in COMMANDS
+        if command != "launch"
+    ],
+)
 def test_no_name_of_ours_is_taken_for_one_of_others(command: str) -> None:
     known = known_to(command)
     settings = [name for name in known if "." in name]

@@ -4,6 +4,7 @@ named."""
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -36,6 +37,15 @@ from txl_dist.train.engine.optimizer import build_optimizer
 from txl_dist.train.report.metric_table import METRICS, cells_of
 
 TABLES: tuple[dict[str, Any], ...] = (SCHEMES, OPTIMIZERS, METRICS, TEXT_SOURCES, LEARNT_KINDS, KINDS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed_packages_are_listed_once() -> Iterator[None]:
+    """Each plugin is looked for among the files of all installed packages, which takes half a second."""
+    found = importlib.metadata.packages_distributions()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "packages_distributions", lambda: found)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def assert_same(
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["carried", "documents"])
 @pytest.mark.parametrize(
-    "memory_len", [0, pytest.param(1, marks=pytest.mark.slow), 6, pytest.param(40, marks=pytest.mark.slow)]
+    "memory_len", [6, *(pytest.param(memory_len, marks=pytest.mark.slow) for memory_len in (0, 1, 40))]
 )
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=[name for name, _ in CASES])
 def test_every_variant_gives_what_the_plain_model_gives(

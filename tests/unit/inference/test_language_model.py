@@ -76,7 +76,12 @@ def texts(count: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 0.0}, {"top_k": 0, "temperature": 1.0}, {"top_k": 20}, {"top_p": 0.8, "top_k": 0}],
+    [
+        {"temperature": 0.0},
+        pytest.param({"top_k": 0, "temperature": 1.0}, marks=pytest.mark.slow),
+        pytest.param({"top_k": 20}, marks=pytest.mark.slow),
+        {"top_p": 0.8, "top_k": 0},
+    ],
     ids=["greedy", "all", "top_k", "top_p"],
 )
 def test_a_batch_of_prompts_equals_single_runs_but_for_draws_at_a_border(

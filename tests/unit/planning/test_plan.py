@@ -216,6 +216,7 @@ def test_between_counted_micro_batches_memory_is_never_too_little(facts: Plan) -
             assert row.needed_gib * 2**30 >= sum(counted.values()) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_kept_distance_scores_are_planned_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     train = {"num_lanes": 8, "segment_len": 256, "memory_len": 256, "microbatch_lanes": 8}
     config = changed(CONFIG, model={"num_layers": 4}, train=train, engine={"precision": "bf16"})

@@ -70,6 +70,15 @@ def page(run: Path) -> Page:
     return Page((run / "report.html").read_text(encoding="utf-8"))
 
 
+@pytest.fixture
+def short(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run with its first and its last record alone: a page of few pictures, which take the time."""
+    copy = shutil.copytree(run, tmp_path / "short")
+    first, *_, last = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (copy / "metrics.jsonl").write_text(f"{first}\n{last}\n", encoding="utf-8")
+    return copy
+
+
 def test_a_whole_run_has_all_pictures_with_words_for_those_who_do_not_see_them(page: Page) -> None:
     pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
     assert len(pictures) == page.count("figure") == 21
@@ -113,7 +122,8 @@ def test_the_softmax_is_named_as_people_name_it(tmp_path: Path, cutoffs: object,
     assert "[" not in model.note
 
 
-def test_what_a_run_did_not_record_is_folded_away(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("page")
+def test_what_a_run_did_not_record_is_folded_away(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "metrics.jsonl").write_text('{"kind": "sample", "step": 1, "prompt": "a", "text": "b"}\n', encoding="utf-8")
@@ -124,9 +134,7 @@ def test_what_a_run_did_not_record_is_folded_away(tmp_path: Path) -> None:
             title
         )
     assert "<h2>Text samples</h2>\n<p" in html
-    whole = make_run(tmp_path / "whole")
-    write_report(whole)
-    html = (whole / "report.html").read_text(encoding="utf-8")
+    html = (run / "report.html").read_text(encoding="utf-8")
     assert re.findall(r"<h2>([^<]+)</h2><span class=\"soft\">nothing recorded", html) == ["Layers"]
 
 
@@ -233,10 +241,10 @@ def test_headings_go_down_one_level_at_a_time(page: Page) -> None:
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
 
 
-def test_links_lead_to_files_of_the_run_from_wherever_the_page_lies(run: Path, tmp_path: Path) -> None:
+def test_links_lead_to_files_of_the_run_from_wherever_the_page_lies(short: Path, tmp_path: Path) -> None:
     out = tmp_path / "pages" / "a page.html"
     out.parent.mkdir()
-    write_report(run, out=out)
+    write_report(short, out=out)
     found = Page(out.read_text(encoding="utf-8"))
     links = [attributes["href"] or "" for tag, attributes in found.tags if tag == "a"]
     assert len(links) == 5
@@ -269,28 +277,24 @@ def test_a_run_without_most_records_says_so_in_sentences(tmp_path: Path) -> None
     assert lines[-1] == f"page: {tmp_path / 'report.html'}"
 
 
-def test_settings_that_differ_are_shown_those_of_other_versions_too(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    config = copy / "config.toml"
+def test_settings_that_differ_are_shown_those_of_other_versions_too(short: Path) -> None:
+    config = short / "config.toml"
     config.write_text(config.read_text(encoding="utf-8") + "\n[fancy]\nnew = 3\n", encoding="utf-8")
-    write_report(copy)
-    text = Page((copy / "report.html").read_text(encoding="utf-8")).text
+    write_report(short)
+    text = Page((short / "report.html").read_text(encoding="utf-8")).text
     assert re.search(r"fancy\.new\s*3\s*unknown to this version", text)
     assert re.search(r"optim\.lr\s*0\.002\s*0\.00025", text)
     assert not re.search(r"optim\.eps\s*1e-08\s*1e-08", text)
 
 
-def test_broken_neighbours_of_the_records_do_no_harm(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    (copy / "config.toml").write_bytes(b"\xff[[[")
-    for state in copy.glob("checkpoints/*/state.json"):
+def test_broken_neighbours_of_the_records_do_no_harm(short: Path) -> None:
+    (short / "config.toml").write_bytes(b"\xff[[[")
+    for state in short.glob("checkpoints/*/state.json"):
         state.write_text("{", encoding="utf-8")
-    (copy / "DONE").unlink()
-    (copy / "RUN.lock").write_text("not json", encoding="utf-8")
-    write_report(copy)
-    assert "Crashed or killed" in Page((copy / "report.html").read_text(encoding="utf-8")).text
+    (short / "DONE").unlink()
+    (short / "RUN.lock").write_text("not json", encoding="utf-8")
+    write_report(short)
+    assert "Crashed or killed" in Page((short / "report.html").read_text(encoding="utf-8")).text
 
 
 def test_state_is_told_by_done_lock_and_last_event(tmp_path: Path) -> None:
@@ -451,17 +455,18 @@ def test_what_is_no_file_is_left_alone(run: Path, tmp_path: Path, kind: str) -> 
 
 
 def test_a_disk_that_is_full_leaves_the_old_page_and_no_part_of_the_new(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flush(_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    out = tmp_path / "page.html"
+    out = short / "page.html"
     out.write_text("old", encoding="utf-8")
+    before = sorted(path.name for path in short.iterdir())
     monkeypatch.setattr(files, "fsync", flush)
     with pytest.raises(ConfigError, match="No space left"):
-        write_report(run, out=out)
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+        write_report(short, out=out)
+    assert sorted(path.name for path in short.iterdir()) == before
     assert out.read_text(encoding="utf-8") == "old"
 
 

@@ -273,7 +273,7 @@ def server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
             pass
 
     httpd = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever)
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
         yield f"http://127.0.0.1:{httpd.server_address[1]}"

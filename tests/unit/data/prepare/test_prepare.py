@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -242,13 +243,9 @@ def test_stdin_streams_if_the_tokenizer_is_given(tmp_path: Path) -> None:
     assert [row[0] for row in rows[1:]] == ["train", "valid"]
 
 
-def die(task: Any) -> Any:
-    os.kill(os.getpid(), 9)
-
-
 def test_a_killed_worker_is_an_error_not_a_wait() -> None:
     with pytest.raises(DataError, match=r"a worker process was killed.*--num-workers"), workers.start_workers(2) as own:
-        list(own.in_order(die, range(50)))
+        list(own.in_order(signal.raise_signal, [signal.SIGKILL] * 50))
 
 
 def fail(task: int) -> int:

@@ -19,15 +19,14 @@ import pytest
 from tests.helpers.corpora import flip_bit
 from tests.helpers.http import FileServer, serve
 from tests.helpers.launch import wait_for
+from tests.helpers.shard_readers import GIB, evict_by_turns, hold_shard, storage_of
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage.cache import CachedStorage
-from txl_dist.data.storage.factory import open_storage
 from txl_dist.data.storage.remote import UrlOrigin
 from txl_dist.errors import DataError
 
 SIZE = 100_000
-GIB = 2**30
 processes = multiprocessing.get_context("spawn")
 
 
@@ -46,13 +45,6 @@ def make_shard(server: FileServer, name: str = "a.tar", *, size: int = SIZE) -> 
     return ShardInfo(name, size, 1, 1, sha256=hashlib.sha256(content).hexdigest(), idx_sha256="")
 
 
-def storage_of(url: str, cache: Path, *, max_bytes: int = GIB, retries: int = 2) -> CachedStorage:
-    cache_gib = max_bytes / GIB
-    storage = open_storage(url, cache_dir=str(cache), cache_gib=cache_gib, retries=retries, allow_protocols=())
-    assert isinstance(storage, CachedStorage)
-    return storage
-
-
 def read_all(storage: CachedStorage, info: ShardInfo) -> bytes:
     return storage.open_payload(info).read(0, info.bytes).tobytes()
 
@@ -65,27 +57,6 @@ def kept_in(cache: Path) -> set[str]:
     """Names without the hash in front and without what marks a try."""
     names = (path.name.partition("-")[2] for path in cache.iterdir() if not path.name.endswith(".lock"))
     return {re.sub(r"\.[0-9a-f]{8}(?=\.\d+\.part$)", "", name) for name in names}
-
-
-def hold_shard(url: str, cache: Path, max_bytes: int, info: ShardInfo, connection: Any) -> None:
-    """In a process of its own: open a shard, say so, keep it until told otherwise."""
-    storage = storage_of(url, cache, max_bytes=max_bytes)
-    connection.send("begin")
-    payload = storage.open_payload(info)
-    connection.send(hashlib.sha256(payload.read(0, info.bytes)).hexdigest())
-    connection.recv()
-
-
-def evict_by_turns(url: str, cache: Path, max_bytes: int, infos: list[ShardInfo], seed: int, connection: Any) -> None:
-    """In a process of its own: open shards of a cache too small for all, over and over."""
-    storage = storage_of(url, cache, max_bytes=max_bytes)
-    generator = random.Random(seed)
-    wrong = 0
-    for _ in range(60):
-        info = generator.choice(infos)
-        storage.prefetch(generator.choices(infos, k=2))
-        wrong += hashlib.sha256(storage.open_payload(info).read(0, info.bytes)).hexdigest() != info.sha256
-    connection.send(wrong)
 
 
 def start(target: Any, *arguments: Any) -> tuple[BaseProcess, Any]:

@@ -166,6 +166,7 @@ def test_rank_0_is_replaced_like_any_other_and_twice(agents: Agents) -> None:
     assert [agent.poll() for agent in agents.agents] == [None, None]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_killed_and_replaced(agents: Agents) -> None:
     survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
     os.kill(victim, signal.SIGSTOP)
@@ -173,6 +174,7 @@ def test_a_stopped_rank_is_killed_and_replaced(agents: Agents) -> None:
     assert agents.wait_for("met 2", rank=1) != victim
 
 
+@pytest.mark.slow
 def test_a_spare_that_dies_before_it_is_ready_is_restarted_and_then_replaces_the_rank(tmp_path: Path) -> None:
     agents = Agents(tmp_path, num_bad_spares=1)
     survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
@@ -183,6 +185,7 @@ def test_a_spare_that_dies_before_it_is_ready_is_restarted_and_then_replaces_the
     agents.end()
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_goes_on_when_the_lost_agent_is_started_again(tmp_path: Path) -> None:
     agents = Agents(tmp_path, on_loss="wait", silent_s=20.0)
     survivor, lost = (agents.wait_for("began", rank=rank) for rank in (0, 1))
@@ -195,6 +198,7 @@ def test_a_job_that_waits_goes_on_when_the_lost_agent_is_started_again(tmp_path:
     agents.end()
 
 
+@pytest.mark.slow
 def test_a_job_whose_spares_fail_continues_with_fewer_ranks(tmp_path: Path) -> None:
     agents = Agents(tmp_path, on_loss="shrink", num_bad_spares=100, silent_s=20.0)
     survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))

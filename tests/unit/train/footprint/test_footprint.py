@@ -328,7 +328,7 @@ def test_what_saves_memory_is_foreseen_to() -> None:
     [
         {},
         {"model": {"cutoffs": [], "attention_dropout": 0.1}},
-        {"model": {"num_layers": 5}, "engine": {"activation_checkpointing": True, "recompute_every": 2}},
+        {"model": {"num_layers": 3}, "engine": {"activation_checkpointing": True, "recompute_every": 2}},
         {"model": {"tie_weights": False, "pre_norm": True}, "engine": {"attention": "plain"}},
         {"model": {"positions": "absolute"}, "train": {"memory_len": 0}},
         {"model": {"positions": "learned_relative", "num_distances": 16}},
