@@ -42,28 +42,42 @@ class Memory(NamedTuple):
         """Return the memory after a segment.
 
         The segment's positions are appended, and the oldest are dropped (Dai et al. 2019, section 3.2). `hidden_BTD`
-        holds the inputs of the layers, one tensor per layer. Every position of the new memory is written exactly once.
+        holds the inputs of the layers, one tensor per layer. Every position of the new memory is written at most once:
+        if a layer remembers exactly one segment, its input is its new memory, without a copy. So neither may be changed
+        in place.
         """
         num_tokens = document_BT.shape[1]
-        hidden = tuple(torch.empty_like(old_BMD) for old_BMD in self.hidden)
+        hidden: list[Tensor] = []
         places: list[Tensor] = []
         values: list[Tensor] = []
-        for old_BMD, new_BMD, input_BTD in zip(self.hidden, hidden, hidden_BTD, strict=True):
+        for old_BMD, input_BTD in zip(self.hidden, hidden_BTD, strict=True):
+            newest_BTD = input_BTD.detach()
+            if _is_like(newest_BTD, old_BMD):
+                hidden.append(newest_BTD)
+                continue
+            new_BMD = torch.empty_like(old_BMD)
+            hidden.append(new_BMD)
             layer_len = old_BMD.shape[1]
             num_kept = max(0, layer_len - num_tokens)
             num_new = layer_len - num_kept
             if num_kept:
                 places.append(new_BMD[:, :num_kept])
                 values.append(old_BMD[:, num_new:])
-            newest = input_BTD.detach()[:, num_tokens - num_new :]
             places.append(new_BMD[:, num_kept:])
-            values.append(newest)
-        torch._foreach_copy_(places, values)
+            values.append(newest_BTD[:, num_tokens - num_new :])
+        if places:
+            torch._foreach_copy_(places, values)
         num_new = min(self.memory_len, num_tokens)
         kept_documents = self.document_BM[:, num_new:]
         new_documents = document_BT[:, num_tokens - num_new :]
         document_BM = torch.cat([kept_documents, new_documents], dim=1)
-        return Memory(hidden, document_BM)
+        return Memory(tuple(hidden), document_BM)
+
+
+def _is_like(newest_BTD: Tensor, old_BMD: Tensor) -> bool:
+    """Return whether the positions of a segment have the shape, the type and the layout of a layer's memory."""
+    is_same = newest_BTD.shape == old_BMD.shape and newest_BTD.dtype == old_BMD.dtype
+    return is_same and newest_BTD.is_contiguous()
 
 
 def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like: Tensor) -> Memory:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.helpers.models import POSITIONS, RECURRENT, random_tokens, tiny_model
+from tests.helpers.models import POSITIONS, RECURRENT, VARIANTS, random_tokens, tiny_model
 from tests.helpers.naive import naive_visible
 from txl_dist.model.memory import EMPTY, Memory, build_mask, empty_memory
 
@@ -49,6 +49,28 @@ def test_appending_makes_a_new_value_and_leaves_the_old_one_alone() -> None:
     assert (torch.stack(old.hidden) == 0).all()
     assert (old.document_BM == EMPTY).all()
     assert torch.equal(hidden, numbered(0, 5)[0])
+
+
+def test_a_memory_of_one_segment_shares_the_storage_of_the_layers_inputs() -> None:
+    hidden, document = numbered(0, 5)
+    old = empty_memory([5, 3], num_lanes=LANES, width=WIDTH, like=torch.empty(0))
+    first, second = (layer.contiguous() for layer in hidden)
+    new = old.append([first, second], document_BT=document)
+    assert new.hidden[0].data_ptr() == first.data_ptr()
+    assert new.hidden[1].data_ptr() != second.data_ptr()
+    in_half = old.append([first.half(), second.half()], document_BT=document)
+    assert in_half.hidden[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_backward_pass_leaves_a_memory_that_shares_storage_with_activations_alone(name: str) -> None:
+    model = tiny_model(**VARIANTS[name])
+    memory = model.empty_memory(num_lanes=2, memory_len=4)
+    for seed in (1, 2):
+        hidden, memory = model(random_tokens(2, 4, seed=seed), memory)
+        kept = torch.stack(memory.hidden).clone()
+        hidden.square().sum().backward()
+        assert torch.equal(torch.stack(memory.hidden), kept)
 
 
 def test_appending_cuts_the_way_of_gradients() -> None:

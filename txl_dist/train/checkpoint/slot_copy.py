@@ -4,7 +4,8 @@
     thread          copy: wait for the mark on a side stream, copy, wait for the copy
 
 On a GPU the copy runs beside the next forward and backward pass. The weights do not change before the next update, and
-`StateSlots.wait` comes before that.
+`StateSlots.wait` comes before that. A CUDA graph overwrites the memory (hidden states) earlier, so the memory is first
+copied on the device.
 
 A collective that was aborted leaves any values behind. So a copy that ended after a newer plan arrived is refused. The
 plan arrives before the abort, so a copy that passed this check holds values of finished collectives only.
@@ -21,12 +22,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from txl_dist.model.memory import Memory
+
 
 class SlotCopy:
     """Plain copy between tensors of the host."""
 
     device = torch.device("cpu")
     """Device that holds the values."""
+
+    def unchanging(self, memories: Sequence[Memory]) -> Sequence[Memory]:
+        """Return the memories in tensors that no later step overwrites. Called in the main thread, before `mark`."""
+        return memories
 
     def mark(self) -> Any:
         """Return a mark behind the work that makes the values. Called in the main thread, before `copy`."""
@@ -51,6 +58,13 @@ class PinnedSlotCopy(SlotCopy):
         self.device = device
         self._is_void = is_void
         self._stream: Any = None
+
+    @override
+    def unchanging(self, memories: Sequence[Memory]) -> Sequence[Memory]:
+        copies = []
+        for hidden, document_BM in memories:
+            copies.append(Memory(tuple(map(torch.clone, hidden)), document_BM.clone()))
+        return copies
 
     @override
     def mark(self) -> Any:

@@ -225,7 +225,7 @@ class StateSlots:
         """
         self.wait()
         fragments = engine.fragments()
-        layout, values = _lay_out(fragments, state.memories, self._share)
+        layout, values = _lay_out(fragments, self._copy.unchanging(state.memories), self._share)
         facts = {
             "step": state.step,
             "tokens": state.tokens_seen,

@@ -11,6 +11,16 @@ Each shape gets a graph of its own, up to `MAX_GRAPHS` graphs. Further shapes ru
 shape after a recording ran out of memory. All graphs share the inputs, results and gradients of the first graph, so
 each further graph needs little memory. The first shape, which is usually the most frequent shape, needs no extra copy.
 
+The memory (hidden states) that a replay returns is not copied. Its tensors share the storage of the recorded results,
+until the next call copies them into the recorded inputs. From then on they share the storage of these inputs, so a
+skipped step finds the memory before it. A memory that the caller holds for longer is moved to a storage of its own.
+
+    micro-batches per step   copies of a memory per micro-batch
+    1                        1, into the recorded inputs
+    2 or more                2, because the next micro-batch overwrites the recorded results
+
+A memory that is not as long as the segment is written once more, by the model itself (`Memory.append`).
+
 Limitations: the memory of a micro-step stays reserved. CUDA graphs do not work with ZeRO-3, whose hooks gather weights
 within the micro-step. CUDA graphs do not work with activation checkpointing either, because it reads the state of the
 generator.
@@ -19,6 +29,7 @@ generator.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,8 +54,6 @@ again."""
 class _Graph(NamedTuple):
     """Recorded forward and backward pass of one micro-batch, for one shape."""
 
-    inputs: list[Tensor]
-    """Tensors that the graph reads. A replay first copies the inputs of the call into them."""
     outputs: list[Tensor]
     """Loss, then the tensors of the memory, then one gradient per parameter."""
     spec: Any
@@ -57,7 +66,8 @@ class _Graph(NamedTuple):
 class GraphedModule(nn.Module):
     """Wrapper of a module whose training calls are recorded once per shape and then replayed.
 
-    The module must return a scalar loss first, then tensors that need no gradient.
+    The module must return a scalar loss first, then new tensors that need no gradient. These tensors keep their values,
+    but views of them are overwritten by later calls.
     """
 
     def __init__(self, module: nn.Module, *, scale: Callable[[], float], record: Recorder | None = None) -> None:
@@ -77,8 +87,11 @@ class GraphedModule(nn.Module):
         self._is_full = False
         self._graphs: dict[Any, _Graph] = {}
         self._inputs: dict[Any, Tensor] = {}
+        """Tensors that the graphs read, by position, shape and type."""
         self._outputs: dict[Any, Tensor] = {}
         """Results and gradients that all graphs share, by position, shape and type."""
+        self._lent: list[weakref.ref[Tensor]] = []
+        """Returned tensors that share the storage of recorded results or inputs."""
 
     def forward(self, *arguments: Any) -> Any:
         """Return the module's result. In training the recording for this shape is replayed. In evaluation the module
@@ -100,9 +113,10 @@ class GraphedModule(nn.Module):
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         scale = torch.full((), self._scale(), dtype=torch.float32, device=parameters[0].device)
         inputs = [value for value in values if isinstance(value, Tensor)] + [scale]
+        static = self._copy_inputs(inputs)
         if not is_known:
             try:
-                self._graphs[key] = self._recorded(values, spec, inputs, parameters)
+                self._graphs[key] = self._recorded(values, spec, static, parameters)
             except RuntimeError as error:
                 if not _ran_out_of_memory(error):
                     raise
@@ -115,23 +129,40 @@ class GraphedModule(nn.Module):
             _free_cached_memory()
             return self.module(*arguments)
         graph = self._graphs[key]
-        _copy(graph.inputs, inputs)
         graph.replay()
-        results = graph.outputs[: -len(parameters)]
+        loss, *rest = graph.outputs[: -len(parameters)]
         gradients = graph.outputs[-len(parameters) :]
-        # The next replay overwrites the recorded results, so they are copied.
-        loss, *rest = kept = [torch.empty_like(result) for result in results]
-        _copy(kept, results)
-        return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *rest], graph.spec)  # type: ignore[no-untyped-call]
+        lent = [result.detach() for result in rest]
+        self._lent += map(weakref.ref, lent)
+        return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *lent], graph.spec)  # type: ignore[no-untyped-call]
 
-    def _recorded(self, values: list[Any], spec: Any, inputs: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
-        """Record forward and backward pass for inputs of a new shape, and return the graph. Raises RuntimeError if
-        memory runs out."""
+    def _copy_inputs(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Copy the inputs of a call into the recorded inputs, and return the recorded inputs.
+
+        Lent tensors that the caller still holds keep their values: inputs of this call now share the storage of the
+        recorded inputs. All others get a storage of their own, because the replay will overwrite theirs.
+        """
         for place, value in zip(_places(inputs), inputs, strict=True):
             if place not in self._inputs:
                 self._inputs[place] = torch.empty_like(value)
         static = [self._inputs[place] for place in _places(inputs)]
-        torch._foreach_copy_(static, inputs)
+        static_by_input = {id(value): place for value, place in zip(inputs, static, strict=True)}
+        lent = [tensor for reference in self._lent if (tensor := reference()) is not None]
+        returned = [tensor for tensor in lent if id(tensor) in static_by_input]
+        held = [tensor for tensor in lent if id(tensor) not in static_by_input]
+        copies = [torch.empty_like(tensor) for tensor in held]
+        _copy(copies, held)
+        _copy(static, inputs)
+        for tensor, copied in zip(held, copies, strict=True):
+            tensor.data = copied
+        for tensor in returned:
+            tensor.data = static_by_input[id(tensor)]
+        self._lent = [weakref.ref(tensor) for tensor in returned]
+        return static
+
+    def _recorded(self, values: list[Any], spec: Any, static: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
+        """Record forward and backward pass for inputs of a new shape, and return the graph. `static` are the recorded
+        inputs. Raises RuntimeError if memory runs out."""
         static_inputs = iter(static)
         arguments = tree_unflatten([next(static_inputs) if isinstance(v, Tensor) else v for v in values], spec)
         scale = static[-1]
@@ -154,7 +185,7 @@ class GraphedModule(nn.Module):
         with torch.random.fork_rng(devices):  # later draws are as if nothing had been recorded
             replay = self._record(micro_step)
         self._outputs |= dict(zip(_places(outputs), outputs, strict=True))
-        return _Graph(static, outputs, specs[0], replay)
+        return _Graph(outputs, specs[0], replay)
 
 
 def record_on_gpu(run: Callable[[], Any], *, pool: Any = None) -> Callable[[], None]:

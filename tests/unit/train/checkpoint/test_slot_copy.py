@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from txl_dist.distributed.recovery.slot_file import Version
+from txl_dist.model.memory import Memory
 from txl_dist.train.checkpoint.slot_copy import PinnedSlotCopy
 from txl_dist.train.checkpoint.slots import Share, _lay_out, _Slot
 from txl_dist.train.engine.partitions import Fragment
@@ -88,6 +89,15 @@ def test_a_copy_waits_for_the_work_before_it_and_runs_on_a_stream_of_its_own(tmp
         assert slot.is_whole()
     steps = ["enter stream", "wait for the mark", "leave stream", "wait for the copy"]
     assert cuda.calls == ["mark", "new stream", *steps, "mark", *steps]
+
+
+def test_a_memory_is_copied_on_the_device_before_a_later_step_overwrites_it() -> None:
+    memory = Memory((torch.ones(2, 3, 4), torch.ones(2, 3, 4)), torch.zeros(2, 3, dtype=torch.int64))
+    (kept,) = PinnedSlotCopy(torch.device("cuda", 0), is_void=lambda: False).unchanging([memory])
+    for tensor in (*memory.hidden, memory.document_BM):
+        tensor.fill_(7)
+    assert all((hidden_BMD == 1).all() for hidden_BMD in kept.hidden)
+    assert (kept.document_BM == 0).all()
 
 
 def test_the_memory_of_a_slot_is_pinned_once_and_released_when_it_grows_or_closes(

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.models import tiny_model
@@ -23,7 +23,7 @@ from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine import cuda_graph as graph
 from txl_dist.train.engine.flat import FlatModule
 
-LANES, LENGTH, MEMORY = 2, 6, 9
+LANES, LENGTH, MEMORY, WIDTH = 2, 6, 9, 12
 CUTOFFS = (10, 30)
 
 
@@ -33,6 +33,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_recordings = self.num_replays = 0
+        self.num_copied = 0
+        """Number of values of memories that one replay copies."""
         self._operations: list[tuple[Any, Any, Any, list[Any]]] = []
 
     def __torch_dispatch__(
@@ -47,8 +49,11 @@ class Recorder(TorchDispatchMode):
         self._operations = operations = []
         with self:
             run()
+        # Memories are copied as lists. Other copies are of the model's activations.
+        self.num_copied = sum(num_copied(func, args) for func, args, _, _ in operations if "foreach" in func.name())
 
         @torch.no_grad()
+        @_disable_current_modes()
         def replay() -> None:
             self.num_replays += 1
             for func, args, kwargs, results in operations:
@@ -57,6 +62,26 @@ class Recorder(TorchDispatchMode):
                         old.copy_(new)
 
         return replay
+
+
+class CopyCount(TorchDispatchMode):
+    """Counts the values of memories that are copied outside of replays."""
+
+    num_copied = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.num_copied += num_copied(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def num_copied(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the number of values of hidden states that an operation copies into other tensors."""
+    if func._schema.name not in ("aten::copy_", "aten::_foreach_copy_", "aten::clone", "aten::cat"):
+        return 0
+    written = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+    return sum(tensor.numel() for tensor in written if tensor.dim() == 3 and tensor.shape[2] == WIDTH)
 
 
 def batch_of(seed: int, *, lanes: int = LANES) -> Batch:
@@ -74,9 +99,15 @@ def modules(*, scale: Callable[[], float] = lambda: 4.0) -> tuple[FlatModule, gr
     return plain, graph.GraphedModule(copy.deepcopy(plain), scale=scale, record=recorder), recorder
 
 
-def empty(module: Any) -> Memory:
-    memory: Memory = module.model.empty_memory(num_lanes=LANES, memory_len=MEMORY)
+def empty(module: Any, *, memory_len: int = MEMORY) -> Memory:
+    memory: Memory = module.model.empty_memory(num_lanes=LANES, memory_len=memory_len)
     return memory
+
+
+def check_same(memories: Sequence[Memory], others: Sequence[Memory]) -> None:
+    for memory, other in zip(memories, others, strict=True):
+        assert torch.equal(torch.stack(memory.hidden), torch.stack(other.hidden))
+        assert torch.equal(memory.document_BM, other.document_BM)
 
 
 def test_losses_memories_and_gradients_of_replayed_steps_are_those_of_the_module() -> None:
@@ -107,6 +138,49 @@ def test_a_replay_does_not_write_over_what_an_earlier_one_gave() -> None:
     graphed(batch_of(1), memory, 12.0)
     assert loss.item() == kept[0]
     assert torch.equal(torch.stack(memory.hidden), kept[1])
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("memory_len", [LENGTH, MEMORY, 4])
+def test_a_replayed_step_copies_each_memory_once_and_a_skipped_step_leaves_it_alone(
+    memory_len: int, num_microbatches: int
+) -> None:
+    """A memory of another length than the segment is written once more by the model. With several micro-batches there is
+    one more copy, because the next micro-batch overwrites the recorded results."""
+    plain, graphed, recorder = modules()
+    before = [[empty(plain.module, memory_len=memory_len)] * num_microbatches] * 2
+    expected_copies = 1 + (memory_len != LENGTH) + (num_microbatches > 1)
+    num_values = sum(hidden_BMD.numel() for hidden_BMD in before[0][0].hidden)
+    for step in range(6):
+        for memories, module in zip(before, (plain, graphed), strict=True):
+            module.zero_grad()
+        after: list[list[Memory]] = [[], []]
+        losses: list[list[Tensor]] = [[], []]
+        counts = []
+        for index, module in enumerate((plain, graphed)):
+            for place in range(num_microbatches):
+                seed = step * num_microbatches + place
+                torch.manual_seed(seed)
+                batch = batch_of(seed)
+                ends_document = torch.randint(0, 2, batch.tokens_BT.shape)
+                batch = batch._replace(document_BT=3 * step + ends_document.cumsum(1).clamp(max=2))
+                with CopyCount() as count:
+                    loss, memory = module(batch, before[index][place], 12.0)
+                counts.append(count.num_copied + recorder.num_copied)
+                (loss * 4.0).backward()
+                after[index].append(memory)
+                losses[index].append(loss.detach())
+        assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+        check_same(*before)
+        check_same(*after)
+        for left, right in zip(plain.parameters(), graphed.parameters(), strict=True):
+            assert torch.equal(left.grad, right.grad)  # type: ignore[arg-type]
+        if step in (2, 3, 5):  # step 4 needs no copy of the memory that the skipped step 3 made
+            assert counts[num_microbatches:] == [expected_copies * num_values] * num_microbatches
+        if step != 3:
+            before = after
+        del after, memory
+    assert recorder.num_recordings == 1
 
 
 @pytest.mark.parametrize(("normalizer", "dtype"), [(7.0, torch.float64), (12.0, torch.float32)])
@@ -145,8 +219,8 @@ def test_graphs_of_other_sizes_share_inputs_results_and_gradients(monkeypatch: p
     assert recorder.num_replays == len(batches) * 2
     held = [{value.data_ptr() for value in graph.outputs} for graph in graphed._graphs.values()]
     assert all(one == held[0] for one in held)
-    ids = {graph.inputs[0].data_ptr() for graph in graphed._graphs.values()}
-    assert len(ids) == 1
+    num_shapes = len({place for place in graphed._inputs if place[0] == 0})
+    assert num_shapes == 1
 
 
 def test_evaluation_is_not_recorded() -> None:
