@@ -145,15 +145,15 @@ def test_a_replay_does_not_write_over_what_an_earlier_one_gave() -> None:
 def test_a_replayed_step_copies_each_memory_once_and_a_skipped_step_leaves_it_alone(
     memory_len: int, num_microbatches: int
 ) -> None:
-    """A memory of another length than the segment is written once more by the model. With several micro-batches there is
-    one more copy, because the next micro-batch overwrites the recorded results."""
+    """The model writes a memory of another length than the segment once more. With several micro-batches there is one
+    more copy, because the next micro-batch overwrites the recorded results."""
     plain, graphed, recorder = modules()
     before = [[empty(plain.module, memory_len=memory_len)] * num_microbatches] * 2
     expected_copies = 1 + (memory_len != LENGTH) + (num_microbatches > 1)
     num_values = sum(hidden_BMD.numel() for hidden_BMD in before[0][0].hidden)
     for step in range(6):
-        for memories, module in zip(before, (plain, graphed), strict=True):
-            module.zero_grad()
+        plain.zero_grad()
+        graphed.zero_grad()
         after: list[list[Memory]] = [[], []]
         losses: list[list[Tensor]] = [[], []]
         counts = []
