@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -57,86 +58,138 @@ def bytes_per_rank(
     If the start of the run needs more memory than any step, the additional memory counts as activations too.
     """
     engine = config.engine
-    stage = config.engine.zero_stage
-    world = plan.world_size
-    size = DTYPES[engine.dtype].itemsize
     kinds = (config.model.scheme, config.optim.kind)
     is_padded = pads_widths(engine.pad_widths, on_gpu=on_gpu, kinds=kinds)
-    shapes, padded = _stored_parameters(config, vocab_size=vocab_size, is_padded=is_padded)
-    lengths = [shape.numel() for shape in shapes.values()]
-    parameters = sum(lengths)
-    matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
-    if stage >= 1:
-        owners = world
-    else:
-        owners = 1
-    local = parameters / owners
-    gradients = gradient_size(engine) * (local if stage >= 2 else parameters)
-    has_masters = stage >= 1 or engine.dtype != "fp32"
-    width = padded_width(config.model.width) if is_padded else config.model.width
-    lane_memory = sum(config.train.memory_per_layer(config.model.num_layers)) * width * size
-    moments_of_others = config.optim.state_bytes() * (parameters - matrices)
-    moments_of_matrices = config.optim.state_bytes(of_matrices=True) * matrices
-    if has_masters:
-        masters = 4 * local
-    else:
-        masters = 0
-    state = (moments_of_others + moments_of_matrices) / owners + masters
-    held = {
-        "weights": size * (local if stage == 3 else parameters),
-        "gradients": gradients,
-        "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
-        "buckets": float(size * _bucket_len(engine, parameters, world=world, on_gpu=on_gpu)),
-        # Memories of all lanes before the step, and after it without those of the current micro-batch.
-        "memories": float(lane_memory * (2 * plan.lanes_per_rank - plan.microbatch_lanes)),
-    }
-    if not on_gpu:
-        if config.checkpoint.asynchronous:
-            if has_masters:
-                weights = 0
-            else:
-                weights = 4 * parameters
-            held["checkpoint copy"] = weights + state + lane_memory * plan.lanes_per_rank
-        held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
+    sizes, padded = _sizes_of(config, plan=plan, vocab_size=vocab_size, is_padded=is_padded)
+    held = _held_bytes(config, sizes, plan=plan, on_gpu=on_gpu)
     peak = _micro_step_peak(
         config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu, is_padded=is_padded
     )
     recorded = 0.0
     if engine.replays(on_gpu=on_gpu):
-        # A graph keeps all that it needs reserved, its input memory included. Gradients leave it as copies.
-        recorded = peak.alive + lane_memory * plan.microbatch_lanes
-        if stage == 2:  # the largest copy, and the bucket's flat copy
-            copies = size * (max(lengths) + min(BUCKET_LEN, parameters))
-        else:
-            if plan.num_microbatches == 1:
-                copies = size * parameters
-            else:
-                copies = 0
+        # A graph keeps all that it needs reserved, its input memory included.
+        recorded = peak.alive + sizes.lane_memory * plan.microbatch_lanes
+        copies = _bytes_copied_from_graph(engine, sizes, plan=plan)
         peak = peak._replace(alive=copies, large=copies, small=0.0)
-    if config.optim.kind.orthogonalizes:
-        in_update = _orthogonalizing(matrices, world=world, stage=stage)
-    else:
-        in_update = 0.0
     in_step = recorded + _fullest_phase(
         plan,
         peak,
-        lengths,
+        sizes.lengths,
         engine=engine,
         buckets=held["buckets"],
-        in_update=in_update,
+        in_update=_bytes_of_update(config, sizes, plan=plan),
         copies_gradients=not updates_by_kernel(config, on_gpu=on_gpu and runs_triton),
         on_gpu=on_gpu,
     )
-    # Before the first step each rank draws all weights, and copies them into flat tensors.
-    drawn = (4 + size) * parameters + 4 * local
-    at_start = drawn - sum(held.values()) + held["gradients"] + held["buckets"]
+    at_start = _bytes_at_start(engine, sizes) - sum(held.values()) + held["gradients"] + held["buckets"]
     # A checkpoint is saved between two steps, from copies of padded parameters without their padding.
-    at_save = recorded + held["buckets"] + fragment_copy_bytes(padded, config=config) / owners
+    at_save = recorded + held["buckets"] + fragment_copy_bytes(padded, config=config) / sizes.num_owners
     fullest = max(in_step, at_start, at_save)
     temporary = max(0.0, fullest - held["gradients"] - held["buckets"])
     held["scores"] = min(temporary, peak.scores)
     held["activations"] = temporary - held["scores"]
     return held
+
+
+class _Sizes(NamedTuple):
+    """Sizes from which the bytes of a rank follow. Padding in storage is included."""
+
+    lengths: list[int]
+    """Number of values of each parameter."""
+    parameters: int
+    """Number of values of all parameters."""
+    matrices: int
+    """Number of values of the parameters that are matrices (see `train.engine.muon`)."""
+    num_owners: int
+    """Number of ranks that divide the optimizer state among them."""
+    lane_memory: int
+    """Bytes of the memory (hidden states) of one lane (batch row)."""
+
+    @property
+    def local(self) -> float:
+        """Number of values whose optimizer state a rank owns."""
+        return self.parameters / self.num_owners
+
+
+def _sizes_of(
+    config: Config, *, plan: BatchPlan, vocab_size: int, is_padded: bool
+) -> tuple[_Sizes, dict[str, PaddedAxes]]:
+    """Return the sizes, and the axes of the padded parameters by name."""
+    shapes, padded = _stored_parameters(config, vocab_size=vocab_size, is_padded=is_padded)
+    lengths = [shape.numel() for shape in shapes.values()]
+    matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
+    if config.engine.zero_stage >= 1:
+        num_owners = plan.world_size
+    else:
+        num_owners = 1
+    width = padded_width(config.model.width) if is_padded else config.model.width
+    memory_lens = config.train.memory_per_layer(config.model.num_layers)
+    lane_memory = sum(memory_lens) * width * DTYPES[config.engine.dtype].itemsize
+    return _Sizes(lengths, sum(lengths), matrices, num_owners, lane_memory), padded
+
+
+def _held_bytes(config: Config, sizes: _Sizes, *, plan: BatchPlan, on_gpu: bool) -> dict[str, float]:
+    """Return the bytes that a rank holds throughout a step, by kind."""
+    engine = config.engine
+    stage = engine.zero_stage
+    size = DTYPES[engine.dtype].itemsize
+    state = _state_bytes(config, sizes)
+    held = {
+        "weights": size * (sizes.local if stage == 3 else sizes.parameters),
+        "gradients": gradient_size(engine) * (sizes.local if stage >= 2 else sizes.parameters),
+        "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
+        "buckets": float(size * _bucket_len(engine, sizes.parameters, world=plan.world_size, on_gpu=on_gpu)),
+        # Memories of all lanes before the step, and after it without those of the current micro-batch.
+        "memories": float(sizes.lane_memory * (2 * plan.lanes_per_rank - plan.microbatch_lanes)),
+    }
+    if on_gpu:
+        return held
+    if config.checkpoint.asynchronous:
+        if _has_masters(engine):
+            weights = 0
+        else:
+            weights = 4 * sizes.parameters
+        held["checkpoint copy"] = weights + state + sizes.lane_memory * plan.lanes_per_rank
+    held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
+    return held
+
+
+def _has_masters(engine: EngineSection) -> bool:
+    """Return whether the engine keeps fp32 weights besides the weights that the model computes with."""
+    return engine.zero_stage >= 1 or engine.dtype != "fp32"
+
+
+def _state_bytes(config: Config, sizes: _Sizes) -> float:
+    """Return the bytes of a rank's optimizer state, with the fp32 weights if the engine keeps such weights."""
+    moments_of_others = config.optim.state_bytes() * (sizes.parameters - sizes.matrices)
+    moments_of_matrices = config.optim.state_bytes(of_matrices=True) * sizes.matrices
+    if _has_masters(config.engine):
+        masters = 4 * sizes.local
+    else:
+        masters = 0
+    return (moments_of_others + moments_of_matrices) / sizes.num_owners + masters
+
+
+def _bytes_copied_from_graph(engine: EngineSection, sizes: _Sizes, *, plan: BatchPlan) -> float:
+    """Return the bytes of the gradients that are copied from the recorded gradients of a CUDA graph at once."""
+    size = DTYPES[engine.dtype].itemsize
+    if engine.zero_stage == 2:  # the largest copy, and the bucket's flat copy
+        return size * (max(sizes.lengths) + min(BUCKET_LEN, sizes.parameters))
+    if plan.num_microbatches == 1:
+        return size * sizes.parameters
+    return 0
+
+
+def _bytes_of_update(config: Config, sizes: _Sizes, *, plan: BatchPlan) -> float:
+    """Return the bytes that the optimizer allocates during an update."""
+    if not config.optim.kind.orthogonalizes:
+        return 0.0
+    return _orthogonalizing(sizes.matrices, world=plan.world_size, stage=config.engine.zero_stage)
+
+
+def _bytes_at_start(engine: EngineSection, sizes: _Sizes) -> float:
+    """Return the bytes before the first step: each rank draws all weights, and copies them into flat tensors."""
+    return (4 + DTYPES[engine.dtype].itemsize) * sizes.parameters + 4 * sizes.local
 
 
 def _bucket_len(engine: EngineSection, parameters: int, *, world: int, on_gpu: bool) -> int:
