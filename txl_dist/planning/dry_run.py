@@ -15,6 +15,7 @@ from txl_dist.config.schema import paths_of_sets
 from txl_dist.data.loader.stream_state import continued
 from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.planning.text import per_token
+from txl_dist.train.checkpoint.mirror.mirror import mirrored_precision
 from txl_dist.train.engine.precision import bf16_support, choose_precision, needs_support
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -29,8 +30,8 @@ from txl_dist.train.warm_start import initial_weights
 def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iterator[str]:
     """Yield all lines that `--dry-run` prints: the settings, then the batch, data and cost of the run.
 
-    `shows_all` prints every setting, not only the settings that differ from the defaults. Raises the same TxlError as a
-    real run.
+    `shows_all` prints every setting, not only the settings that differ from the defaults. The mirror is read only if
+    engine.precision is "auto" and the run directory has no run. Raises the same TxlError as a real run.
     """
     if uses_gpu():
         device = torch.device("cuda")
@@ -38,7 +39,9 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
         device = torch.device("cpu")
     ranks = RankInfo(0, world_size, 0, device, num_threads=torch.get_num_threads())
     given = config.engine.precision
-    kept = kept_precision(Path(config.run.dir)) if given == "auto" else None
+    kept = None
+    if given == "auto":
+        kept = kept_precision(Path(config.run.dir)) or mirrored_precision(config)
     answers = [bf16_support(device)] if needs_support(given, kept=kept) else []
     plan = plan_run(config, ranks, precision=choose_precision(given, kept=kept, answers=answers))
     config = plan.saved_settings.config

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.tiny import tiny_config
-from txl_dist.config.load import Config, config_from_dict, config_to_toml, load_config
+from txl_dist.config.load import Config, changed, config_from_dict, config_to_toml, load_config
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.planning import dry_run as dry_run_file
 from txl_dist.planning.dry_run import dry_run
@@ -172,3 +172,23 @@ def test_a_dry_run_says_the_chosen_precision_and_why(
     assert "bf16 (auto: as the run began)" in again
     assert ("is slower than fp32 here" in again) is (not instructions)
     assert load_config(tmp_path / "run/config.toml") == bf16
+
+
+def test_a_dry_run_asks_the_mirror_for_the_precision_if_the_run_directory_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run_file, "uses_gpu", lambda: False)
+    monkeypatch.setattr(precision_file, "bf16_instructions", lambda: "")
+    mirrors = []
+
+    def mirrored(config: Config) -> str:
+        mirrors.append(config.checkpoint.mirror)
+        return "bf16"
+
+    monkeypatch.setattr(dry_run_file, "mirrored_precision", mirrored)
+    config = changed(planned_config(tmp_path), {"checkpoint.mirror": "memory://bucket/run"})
+    assert "bf16 (auto: as the run began)" in "\n".join(dry_run(config, world_size=1))
+    assert mirrors == ["memory://bucket/run"]
+    named = changed(config, {"engine.precision": "fp32"})
+    assert "; ZeRO-1, fp32, " in "\n".join(dry_run(named, world_size=1))
+    assert len(mirrors) == 1
