@@ -139,8 +139,7 @@ def _held_bytes(config: Config, sizes: _Sizes, *, plan: BatchPlan, on_gpu: bool)
         "gradients": gradient_size(engine) * (sizes.local if stage >= 2 else sizes.parameters),
         "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
         "buckets": float(size * _bucket_len(engine, sizes.parameters, world=plan.world_size, on_gpu=on_gpu)),
-        # Memories of all lanes before the step, and after it without those of the current micro-batch.
-        "memories": float(sizes.lane_memory * (2 * plan.lanes_per_rank - plan.microbatch_lanes)),
+        "memories": float(sizes.lane_memory * _num_held_memories(engine, plan=plan, on_gpu=on_gpu)),
     }
     if on_gpu:
         return held
@@ -152,6 +151,17 @@ def _held_bytes(config: Config, sizes: _Sizes, *, plan: BatchPlan, on_gpu: bool)
         held["checkpoint copy"] = weights + state + sizes.lane_memory * plan.lanes_per_rank
     held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
     return held
+
+
+def _num_held_memories(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> int:
+    """Return the number of lane memories besides the result of the current micro-batch.
+
+    These are the memories of all lanes before the step, and after it those of the other micro-batches. The memory of a
+    single micro-batch lies in the storage of its CUDA graph (see `train.engine.cuda_graph`).
+    """
+    if engine.replays(on_gpu=on_gpu) and plan.num_microbatches == 1:
+        return 0
+    return 2 * plan.lanes_per_rank - plan.microbatch_lanes
 
 
 def _has_masters(engine: EngineSection) -> bool:

@@ -247,6 +247,14 @@ def test_what_a_graph_needs_stays_beside_everything_else() -> None:
         assert more >= least, "its gradients, and the memory that it is given"
 
 
+@pytest.mark.parametrize(("microbatch_lanes", "num_lane_memories"), [(4, 0), (2, 6)])
+def test_the_memory_of_a_single_micro_batch_lies_in_its_graph(microbatch_lanes: int, num_lane_memories: int) -> None:
+    train = {"num_lanes": 4, "microbatch_lanes": microbatch_lanes, "segment_len": 8, "memory_len": 12}
+    config = tiny_config(train=train, engine={"precision": "bf16", "cuda_graph": "on"})
+    lane_memory = config.model.num_layers * 12 * config.model.width * 2
+    assert held(config, on_gpu=True)["memories"] == num_lane_memories * lane_memory
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_update_that_is_fuller_than_a_micro_step_is_the_peak(stage: int) -> None:
     wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
