@@ -12,6 +12,7 @@ Such a thread remains until the process ends.
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -32,6 +33,8 @@ BACKOFF_S = 1.0
 
 _MAX_WAIT_S = 60.0
 _MIN_BYTES_PER_S = 100_000
+_WORDS_OF_A_FULL_STORE = ("Quota", "StorageFull", "InsufficientStorage", "507")
+"""Parts of the codes by which stores that speak S3 say that they are full. The protocol has no code for it."""
 _PACKAGES = {
     "http": "txl_dist[http]",
     "https": "txl_dist[http]",
@@ -135,10 +138,7 @@ def retrying(
                 is_missing = isinstance(error, FileNotFoundError) and verb == "read"
                 error_type = DataError if is_missing or isinstance(error, DamageError) else UnreachableError
                 tries = f" (try {attempt} of {retries + 1})" if retries else ""
-                raise error_type(
-                    f"cannot {verb} {what}: {_reason(error)}{tries}. "
-                    "Check the address, the network, the credentials and the file at this address."
-                ) from error
+                raise error_type(f"cannot {verb} {what}: {_reason(error)}{tries}. {_remedy(error, verb)}") from error
             # Not from the global generator: reading data must not change what is drawn elsewhere.
             mean_wait_s = min(BACKOFF_S * 2 ** (attempt - 1), _MAX_WAIT_S)
             wait_s = mean_wait_s * random.SystemRandom().uniform(0.5, 1.5)
@@ -183,7 +183,16 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def s3_code(error: Exception) -> str:
+def _remedy(error: Exception, verb: str) -> str:
+    """Return what the user can do about an error, as a sentence."""
+    code = s3_code(error)
+    is_full_disk = verb == "write" and getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    if is_full_disk or any(word in code for word in _WORDS_OF_A_FULL_STORE):
+        return "Free space in the bucket, or raise its quota."
+    return "Check the address, the network, the credentials and the file at this address."
+
+
+def s3_code(error: BaseException) -> str:
     """Return S3's code for an error that s3fs has raised, or an empty text."""
     response = getattr(error.__cause__, "response", None) or {}
     return str(response.get("Error", {}).get("Code", ""))

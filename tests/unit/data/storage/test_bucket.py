@@ -13,6 +13,7 @@ import fsspec
 import pytest
 
 from txl_dist.data.storage.bucket import Bucket, read_if_present
+from txl_dist.data.storage.fsspec_io import retrying
 from txl_dist.errors import DataError, UnreachableError
 
 
@@ -42,6 +43,18 @@ def test_objects_are_written_read_created_once_and_removed(bucket: Bucket, tmp_p
     assert bucket.sizes(nested=True) == {"c": 5, "d": 4}
     with pytest.raises(DataError, match=r"cannot read .*/a/b from .*: it does not exist"):
         bucket.read("a/b")
+
+
+@pytest.mark.parametrize("code", ["QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507"])
+def test_a_full_store_gets_a_remedy_of_its_own(code: str) -> None:
+    answer: Any = Exception()
+    answer.response = {"Error": {"Code": code}}  # as botocore's errors have it
+
+    def write() -> None:
+        raise OSError(5, f"{code} when calling the PutObject operation") from answer
+
+    with pytest.raises(UnreachableError, match=rf"cannot write s3://b/a: .*{code}.*\. Free space in the bucket"):
+        retrying(write, what="s3://b/a", retries=0, verb="write")
 
 
 def test_of_many_creations_at_one_moment_one_succeeds(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ class SlowBucket(Bucket):
         assert self.gate.wait(60)
         if self.failures:
             self.failures -= 1
-            raise UnreachableError("no space.")
+            raise UnreachableError(f"cannot write {name}: no space.")
         super().upload(path, name, parts_at_once=parts_at_once)
 
 
@@ -295,6 +295,31 @@ def test_an_error_is_one_line_and_the_upload_is_tried_again(
     lines = [record.message for record in caplog.records if "no space" in record.message]
     assert len(lines) == 1
     assert "Training continues" in lines[0]
+
+
+def test_an_outage_is_one_line_for_all_files_and_checkpoints_and_its_end_says_how_many_were_skipped(
+    slow: SlowBucket,
+    tmp_path: Path,
+    start: Callable[..., Uploader],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
+    caplog.set_level("INFO")
+    slow.failures = 10**9
+    slow.gate.set()
+    uploader = start(slow)
+    for step in (1, 2, 3):
+        failures = slow.failures
+        uploader.enqueue(checkpoint(tmp_path / "run", step))
+        wait_for(lambda: uploader.steps_in_use() == {step})  # noqa: B023  called in this turn
+        wait_for(lambda: slow.failures < failures - 4)  # noqa: B023
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    slow.failures = 0
+    wait_for(lambda: uploader.is_idle)
+    assert whole_steps(slow) == [3]
+    (line,) = (record.message for record in caplog.records if "step_000000003 is in" in record.message)
+    assert line.endswith("Before it 2 checkpoints could not be uploaded")
 
 
 def in_third_upload(slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]) -> Uploader:

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from txl_dist.artifacts import CHECKPOINTS, LOG, RECORDS, SETTINGS, step_of
 from txl_dist.config.schema import CheckpointSection
-from txl_dist.console.formatting import format_bytes
+from txl_dist.console.formatting import counted, format_bytes
 from txl_dist.console.logging import logger
 from txl_dist.data.storage.bucket import Bucket, in_threads, read_if_present
+from txl_dist.data.storage.fsspec_io import s3_code
 from txl_dist.errors import UnreachableError
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object, read_bytes
@@ -94,7 +95,10 @@ class Uploader:
         self._forget_after: int | None = None
         self._are_records_due = False
         self._is_closed = False
-        self._complaint = ""
+        self._complaints: set[str] = set()
+        """Kinds of errors in the log since the mirror was last written."""
+        self._num_skipped = 0
+        """Number of checkpoints that were given up since then."""
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
@@ -106,8 +110,11 @@ class Uploader:
                 return
             skipped = self._waiting[: len(self._waiting) + 1 - most]
             self._waiting = [*self._waiting[len(skipped) :], upload]
+            is_outage = bool(self._complaints)  # the log says so already
+            if is_outage:
+                self._num_skipped += len(skipped)
             self._changed.notify_all()
-        for older in skipped if self._is_first else ():
+        for older in skipped if self._is_first and not is_outage else ():
             logger.warning(
                 "mirror: %s is skipped, because the upload of an earlier one is not finished. %s is uploaded next",
                 older.folder.name,
@@ -175,7 +182,7 @@ class Uploader:
         while True:
             try:
                 self._do_next()
-                self._complaint = ""
+                self._complaints.clear()
                 return
             except _UnwantedError:
                 return
@@ -183,9 +190,8 @@ class Uploader:
                 self._complain(error)
             with self._changed:
                 is_replaced = self._changed.wait_for(self._is_replaced, timeout=delay_s)
-            if is_replaced and self._current is not None and not self._is_closed:
-                logger.warning("mirror: %s is skipped, because a newer one waits", self._current.folder.name)
             if is_replaced:
+                self._num_skipped += 1
                 return
             delay_s = min(2 * delay_s, _LONGEST_RETRY_S)
 
@@ -207,11 +213,19 @@ class Uploader:
         return self._is_closed or (self._current is not None and bool(self._waiting))
 
     def _complain(self, error: Exception) -> None:
-        """Log why the mirror cannot be written, once per reason."""
-        reason = str(error) if isinstance(error, UnreachableError) else f"{error!r}."
-        if reason != self._complaint:
-            logger.warning("mirror: %s Training continues, and the upload is tried again.", reason)
-        self._complaint = reason
+        """Log why the mirror cannot be written, once per kind of error until it is written again.
+
+        An outage fails for every file of every checkpoint, so the text of the error does not tell outages apart.
+        """
+        if isinstance(error, UnreachableError):
+            reason = str(error)
+            kind = s3_code(error.__cause__ or error) or type(error).__name__
+        else:
+            reason = f"{error!r}."
+            kind = type(error).__name__
+        if kind not in self._complaints:
+            logger.warning("mirror: %s Training continues, and uploads are tried again.", reason)
+        self._complaints.add(kind)
 
     def _manifest_of(self, upload: Upload) -> bytes:
         """Return the content of a checkpoint's manifest. Drops a checkpoint that is no longer on the disk."""
@@ -259,13 +273,18 @@ class Uploader:
         failpoint("mirror-manifest", step=upload.step)
         self._bucket.write(f"{folder}/{MANIFEST}", manifest)
         failpoint("mirror-whole", step=upload.step)
+        skipped = f". Before it {counted(self._num_skipped, 'checkpoint')} could not be uploaded"
         logger.info(
-            "mirror: %s is in %s (%s in %.1f s)",
+            "mirror: %s is in %s (%s in %.1f s)%s",
             upload.folder.name,
             self._bucket.location,
             format_bytes(num_bytes),
             time.monotonic() - start_s,
+            f". Before it {counted(self._num_skipped, 'checkpoint')} could not be uploaded"
+            if self._num_skipped
+            else "",
         )
+        self._num_skipped = 0
         try:
             self._remove_old(upload, folder)
         except UnreachableError as error:
