@@ -51,6 +51,18 @@ def constraints() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", FILES)
+def test_the_image_can_read_and_mirror_to_a_bucket(name: str) -> None:
+    (command,) = (line for line in stages(name)["base"]["RUN"] if "needs.txt" in line)
+    program = re.search(r"python -c '(.*?)'", command)
+    assert program is not None
+    printed = subprocess.run(
+        [sys.executable, "-c", program[1]], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    needs = [canonicalize_name(Requirement(line).name) for line in printed.splitlines()]
+    assert {"torch", "deepspeed", "s3fs"} <= set(needs)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_the_base_is_pinned_to_a_patch_release_of_the_python_that_the_pins_were_made_with(name: str) -> None:
     assert [stage["FROM"][0].split()[0] for stage in stages(name).values()] == [
         "python:3.11.14-slim-bookworm",

@@ -189,13 +189,29 @@ def _connect(ray: Any, address: str) -> None:
         "Start a cluster with `ray start --head` on one node and `ray start --address=HEAD:6379` on the others, and "
         "run this command on one of them, or give its address with --cluster ray=ADDRESS."
     )
-    if wanted and wanted != "auto":
+    if wanted in ("", "auto"):
+        wanted = _address_of_machine(remedy)
+    if wanted != "auto":
         _check_port(wanted, remedy)
     try:
-        ray.init(address=wanted or "auto", log_to_driver=False, configure_logging=False, logging_level="ERROR")
+        ray.init(address=wanted, log_to_driver=False, configure_logging=False, logging_level="ERROR")
     except (Exception, SystemExit) as error:  # noqa: BLE001  Ray exits if its control service does not answer
-        where = wanted or "on this machine"
-        raise UnreachableError(f"cannot connect to a Ray cluster {where}: {first_line(error)}. {remedy}") from None
+        raise UnreachableError(f"cannot connect to a Ray cluster {wanted}: {first_line(error)}. {remedy}") from None
+
+
+def _address_of_machine(remedy: str) -> str:
+    """Return the address of the cluster that this machine belongs to, or `auto` if only `ray.init` can find it.
+
+    Ray keeps this address in a file, also after the cluster has died. Raises UnreachableError if there is none.
+    """
+    try:
+        from ray._private.services import get_ray_address_from_environment
+
+        return str(get_ray_address_from_environment("auto", None))
+    except ConnectionError as error:
+        raise UnreachableError(f"this machine belongs to no Ray cluster: {first_line(error)} {remedy}") from None
+    except (ImportError, TypeError):  # another version of Ray
+        return "auto"
 
 
 def _check_port(address: str, remedy: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from txl_dist.console.formatting import counted
 from txl_dist.console.progress import Progress
 from txl_dist.data.format import INDEX_NAME, TOKENIZER_NAME
 from txl_dist.data.loader.corpus import Corpus, open_corpus
@@ -285,10 +286,11 @@ def _check_keeps(settings: PrepareSettings, kind: str) -> None:
 
 def _train_texts(job: Preparation) -> Iterator[str]:
     """Yield the texts that the tokenizer is trained on. Raises DataError with the names of the inputs if they contain
-    no text."""
+    no text, and DataError with the fraction if it chooses none of the documents."""
     _spool(job)
     fraction = job.settings.tokenizer_fraction
     has_text = False
+    num_texts = num_chosen = 0
     if job.settings.tokenizer_all_splits:
         splits = set(SPLITS)
     else:
@@ -298,10 +300,19 @@ def _train_texts(job: Preparation) -> Iterator[str]:
             if not piece.document.text:
                 continue
             has_text = True
-            if piece.split in splits and is_learnt_from(piece.digest, fraction=fraction):
+            if piece.split not in splits:
+                continue
+            num_texts += 1
+            if is_learnt_from(piece.digest, fraction=fraction):
+                num_chosen += 1
                 yield piece.document.text
     if not has_text:
         raise no_text(job.settings.inputs, job.reading)
+    if num_texts and not num_chosen:
+        raise DataError(
+            f"--tokenizer-fraction {fraction:g} chooses none of {counted(num_texts, 'text')} to train a tokenizer on. "
+            "Give a larger fraction."
+        )
 
 
 def choose_held_out(job: Preparation, streams: ExitStack) -> None:

@@ -384,6 +384,12 @@ def test_the_tokenizer_may_be_learnt_from_a_share_of_the_train_documents(tmp_pat
     )
 
 
+def test_a_share_without_any_document_is_named(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["some text", "other text"])
+    with pytest.raises(DataError, match=r"--tokenizer-fraction 1e-09 chooses none of 2 texts .*larger"):
+        prepare_corpus(tmp_path / "out", inputs=[source], kind="char", valid_fraction=0.0, tokenizer_fraction=1e-9)
+
+
 def test_a_document_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
     given = train_tokenizer("byte", lambda: ["abc"], observed_symbols=True)
     given.save(tmp_path / "tokenizer.json")

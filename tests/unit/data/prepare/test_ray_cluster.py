@@ -145,6 +145,24 @@ def test_an_unreachable_cluster_is_refused_before_any_work(tmp_path: Path, sourc
     assert not list(tmp_path.glob("*many*"))
 
 
+def test_a_cluster_that_has_died_is_refused_at_once(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = pytest.importorskip("ray._private.services")
+    monkeypatch.setattr(services, "find_gcs_addresses", set)  # not the cluster of another test
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    remembered = tmp_path / "ray/ray_current_cluster"
+    remembered.write_text("127.0.0.1:1")  # the file that `ray start` has left
+    with pytest.raises(UnreachableError, match=r"no Ray cluster answers at 127\.0\.0\.1:1: .*ray start --head"):
+        prepare_on_cluster(tmp_path / "many", inputs=[source], cluster="ray", **SETTINGS)
+    remembered.unlink()
+    with pytest.raises(UnreachableError, match=r"this machine belongs to no Ray cluster: .*ray start --head"):
+        prepare_on_cluster(tmp_path / "many", inputs=[source], cluster="ray", **SETTINGS)
+    assert not list(tmp_path.glob("*many*"))
+
+
 def test_an_address_without_a_port_is_refused(tmp_path: Path, source: Path) -> None:
     with pytest.raises(ConfigError, match="must be HOST:PORT"):
         prepare_on_cluster(tmp_path / "many", inputs=[source], cluster="ray=head", **SETTINGS)
