@@ -280,9 +280,7 @@ class Uploader:
             self._bucket.location,
             format_bytes(num_bytes),
             time.monotonic() - start_s,
-            f". Before it {counted(self._num_skipped, 'checkpoint')} could not be uploaded"
-            if self._num_skipped
-            else "",
+            skipped if self._num_skipped else "",
         )
         self._num_skipped = 0
         try:
