@@ -11,6 +11,17 @@ between a process that stayed and its new peers:
 
 `check_regroup` refuses versions that have other names, before a run begins.
 
+gloo does not end everything whose sockets are shut down, and offers no other way to end it:
+
+    a message that was sent or has arrived in part    `Pair::signalException` of gloo/transport/tcp/pair.cc wakes
+                                                      neither `tx_` nor `rx_`. Their collective waits for the timeout
+                                                      in `UnboundBuffer::waitSend` or `waitRecv`
+    a group whose other rank does not connect         `Device::connectAsListener` has no socket yet, and no timeout.
+                                                      `Pair::waitUntilConnected` waits for a multiple of it
+
+So with recovery the main thread leaves them behind: see `end_waits_if`. The thread of gloo that is stuck ends with the
+timeout, and keeps the tensors of its collective until then. It does not touch them, because their socket is closed.
+
 On a GPU a collective of NCCL runs on the device, where no socket can be shut down. `NcclCut` aborts its communicators
 too. This part has not been run on a GPU. Its tests run on a CPU, with fakes.
 """
@@ -18,8 +29,12 @@ too. This part has not been run on a GPU. Its tests run on a CPU, with fakes.
 from __future__ import annotations
 
 import gc
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from contextlib import suppress
+from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -32,6 +47,10 @@ from txl_dist.distributed.collectives import uses_gpu
 from txl_dist.distributed.socket_cut import SocketCut
 from txl_dist.errors import ConfigError
 
+POLL_S = 0.1
+"""Seconds between two looks of a waiting main thread for the loss of a rank."""
+DESTROY_S = 1.0
+"""Longest time in seconds that `leave_groups` waits for the groups to be destroyed."""
 _NAMES = (
     ("torch.distributed.distributed_c10d", "_world.group_count"),
     ("deepspeed.utils.groups", "_release_process_group_references"),
@@ -42,8 +61,11 @@ _NAMES = (
         "deepspeed.runtime.zero.partitioned_param_coordinator",
         "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release.__closure__",
     ),
+    ("torch.distributed.distributed_c10d", "_world.pg_map"),
+    ("torch.distributed", "Work._get_op_type"),
+    ("torch._C._distributed_c10d", "OpType.UNKNOWN"),
 )
-"""Private names that `leave_groups` uses: module, and path of the attribute."""
+"""Private names that `leave_groups` and `end_waits_if` use: module, and path of the attribute."""
 _GPU_NAMES = (
     ("torch.distributed.distributed_c10d", "_world.pg_names"),
     ("torch.distributed", "ProcessGroup._get_backend"),
@@ -84,9 +106,11 @@ def check_regroup(*, on_gpu: bool = False) -> None:
 def leave_groups() -> None:
     """Destroy all process groups, and reset what torch and DeepSpeed count. The engine must be closed before.
 
-    A process that calls this function is like a new process to its peers. It uses no collective.
+    A process that calls this function is like a new process to its peers. It uses no collective. A group with a
+    collective that gloo does not end is destroyed after its timeout, in a thread.
     """
-    if torch_dist.is_initialized():
+    groups = list(_attribute("torch.distributed.distributed_c10d", "_world").pg_map)
+    if groups:
         torch_dist.destroy_process_group()
     _attribute("deepspeed.utils.groups", "_release_process_group_references")(None)
     _attribute("torch.distributed.distributed_c10d", "_world").group_count = 0
@@ -96,6 +120,70 @@ def leave_groups() -> None:
     _attribute(*_NAMES[4]).clear()
     _attribute(*_NAMES[5])[0].cell_contents.cache_clear()  # in a decorator of DeepSpeed
     gc.collect()
+    destroying = threading.Thread(target=groups.clear, name="destroy groups", daemon=True)
+    destroying.start()
+    destroying.join(DESTROY_S)
+
+
+def end_waits_if(must_leave: Callable[[], bool]) -> None:
+    """Make this process leave waits of gloo for other ranks soon after `must_leave` becomes true: for a collective,
+    and for the connections of a new group. The caller gets a ConnectionError.
+
+    It holds for all later waits of this process, also those in torch and DeepSpeed. On a GPU waits stay as they are,
+    because a wait of NCCL with a time limit would block the host.
+    """
+    if uses_gpu():
+        return
+    work_type: Any = torch_dist.Work
+    group_type: Any = torch_dist.ProcessGroupGloo
+    wait, make_group = work_type.wait, group_type.__init__
+    kinds = _attribute("torch._C._distributed_c10d", "OpType")
+    to_one_rank = {int(kind) for kind in (kinds.SEND, kinds.RECV, kinds.RECVANYSOURCE)}
+    ignores_limit = int(kinds.UNKNOWN)  # reduce_scatter, which waits for an all_reduce of its own
+    limit = timedelta(seconds=POLL_S)
+
+    def wait_or_leave(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+        kind = work._get_op_type()
+        if timeout or kind in to_one_rank:  # such a message fails when its wait reaches a limit
+            return bool(wait(work, timeout))
+        if kind == ignores_limit:
+            return bool(_run_or_leave(lambda: wait(work), must_leave))
+        while not work.is_completed():
+            try:
+                return bool(wait(work, limit))
+            except RuntimeError:  # of the limit, or the collective's own, which the last wait raises again
+                _check_stays(must_leave)
+        return bool(wait(work))
+
+    def make_group_or_leave(*words: Any, **named: Any) -> None:
+        _run_or_leave(lambda: make_group(*words, **named), must_leave)
+
+    work_type.wait = wait_or_leave
+    group_type.__init__ = make_group_or_leave
+
+
+def _run_or_leave(call: Callable[[], Any], must_leave: Callable[[], bool]) -> Any:
+    """Run `call` in a thread, and return its result. Once `must_leave` is true, the thread is left behind."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised in the caller's thread
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="wait of gloo", daemon=True).start()
+    while not result.done():
+        futures_wait([result], timeout=POLL_S)
+        if not result.done():
+            _check_stays(must_leave)
+    return result.result()
+
+
+def _check_stays(must_leave: Callable[[], bool]) -> None:
+    """Raise ConnectionError if this rank must leave its generation."""
+    if must_leave():
+        raise ConnectionError("a rank of this generation was lost, and gloo still waits for it") from None
 
 
 def new_cut() -> SocketCut:

@@ -42,7 +42,14 @@ from txl_dist.distributed.recovery.verdicts import Loss
 from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append
-from txl_dist.train.engine.regroup import check_regroup, device_works, leave_groups, new_cut, set_nccl_variables
+from txl_dist.train.engine.regroup import (
+    check_regroup,
+    device_works,
+    end_waits_if,
+    leave_groups,
+    new_cut,
+    set_nccl_variables,
+)
 from txl_dist.train.engine.zero import import_deepspeed
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.monitoring.watchdog import is_in_collective, may_come_from_loss
@@ -51,12 +58,11 @@ HEARTBEAT_S = 0.25
 """Seconds between two heartbeats on the status page."""
 CUT_EVERY_S = 0.05
 """Seconds between two cuts while the main thread has not left its generation."""
-MOST_CUTS = 10
+MOST_CUTS = 40
 """Number of cuts after which a process whose main thread is still inside a collective kills itself.
 
-gloo does not end a collective if a cut comes in the middle of a message: `Pair::signalException` wakes the operations
-that wait for their message, but not the one whose message has arrived in part. The collective then waits until its
-timeout. Nothing in this process can end it, and no state is lost with the process.
+`end_waits_if` makes the main thread leave all waits that are known not to end with a cut. This limit is for others, and
+for GPUs. No state is lost with the process.
 """
 PLAN_S = 5.0
 """Seconds to wait for a plan after an error in a collective. Without a plan the error is this rank's own."""
@@ -130,7 +136,9 @@ def join_agent() -> Member | None:
     seat = read_seat(os.environ)
     if seat is None:
         return None
-    return Member(seat)
+    member = Member(seat)
+    end_waits_if(lambda: member.must_leave)
+    return member
 
 
 class Member:
