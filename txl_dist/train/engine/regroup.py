@@ -51,6 +51,7 @@ POLL_S = 0.1
 """Seconds between two looks of a waiting main thread for the loss of a rank."""
 DESTROY_S = 1.0
 """Longest time in seconds that `leave_groups` waits for the groups to be destroyed."""
+_LEFT_BEHIND = "a rank of this generation was lost, and gloo still waits for it"
 _NAMES = (
     ("torch.distributed.distributed_c10d", "_world.group_count"),
     ("deepspeed.utils.groups", "_release_process_group_references"),
@@ -149,10 +150,12 @@ def end_waits_if(must_leave: Callable[[], bool]) -> None:
         if kind == ignores_limit:
             return bool(_run_or_leave(lambda: wait(work), must_leave))
         while not work.is_completed():
+            is_last = must_leave()  # asked before the wait, which gives a cut the time to take effect
             try:
                 return bool(wait(work, limit))
-            except RuntimeError:  # of the limit, or the collective's own, which the last wait raises again
-                _check_stays(must_leave)
+            except RuntimeError:  # of the limit, or the collective's own, which the wait below raises again
+                if is_last:
+                    raise ConnectionError(_LEFT_BEHIND) from None
         return bool(wait(work))
 
     def make_group_or_leave(*words: Any, **named: Any) -> None:
@@ -174,16 +177,11 @@ def _run_or_leave(call: Callable[[], Any], must_leave: Callable[[], bool]) -> An
 
     threading.Thread(target=run, name="wait of gloo", daemon=True).start()
     while not result.done():
+        is_last = must_leave()
         futures_wait([result], timeout=POLL_S)
-        if not result.done():
-            _check_stays(must_leave)
+        if is_last and not result.done():
+            raise ConnectionError(_LEFT_BEHIND)
     return result.result()
-
-
-def _check_stays(must_leave: Callable[[], bool]) -> None:
-    """Raise ConnectionError if this rank must leave its generation."""
-    if must_leave():
-        raise ConnectionError("a rank of this generation was lost, and gloo still waits for it") from None
 
 
 def new_cut() -> SocketCut:
