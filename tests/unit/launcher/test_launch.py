@@ -171,7 +171,7 @@ def test_a_stop_before_there_is_a_run_loses_nothing(folder: Path) -> None:
 def test_what_another_node_wrote_may_show_late(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    late = '["sh", "-c", "sleep 1; echo 7 > run/DONE"]'
+    late = '["sh", "-c", "sleep 0.3; echo 7 > run/DONE"]'
     stand_in(folder, f"import subprocess\nsubprocess.Popen({late}, start_new_session=True)")
     assert launch_ranks([], ["c.toml"], run_dir=Path("run"), seen_within_s=20) == 0
     stand_in(folder, "")

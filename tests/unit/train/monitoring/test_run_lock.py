@@ -178,13 +178,13 @@ def test_a_job_on_another_host_is_judged_by_its_heartbeat(tmp_path: Path) -> Non
     finally:
         done.set()
         heart.join()
-    RunLock.acquire(tmp_path, stale_after_s=1).release()
+    RunLock.acquire(tmp_path, stale_after_s=0.3).release()
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"nonce": "../../etc", "process": []}', "[]"])
 def test_a_lock_file_without_sense_goes_by_its_time(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK).write_text(content)
-    lock = RunLock.acquire(tmp_path, stale_after_s=0.5)
+    lock = RunLock.acquire(tmp_path, stale_after_s=0.2)
     assert json.loads((tmp_path / LOCK).read_text())["nonce"] == lock.nonce
     lock.release()
 
