@@ -67,7 +67,7 @@ def test_the_oracle_sees_what_it_is_there_for(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("fault", "stage"),
     [
-        ("kill:0:9:save-copied", 3),
+        pytest.param("kill:0:9:save-copied", 3, marks=pytest.mark.smoke),
         pytest.param("kill:1:9:save-file-half#2", 1, marks=pytest.mark.nightly),
         pytest.param("kill:0:9:save-rename", 1, marks=pytest.mark.nightly),
         pytest.param("kill:0:9:prune-half", 3, marks=pytest.mark.nightly),
