@@ -64,7 +64,7 @@ READING = (
         "memory, relative attention, block, adaptive softmax, network",
         (
             *("vocabulary_clusters.py", "model/memory.py", "model/positions.py", "model/relative_attention.py"),
-            *("model/attention.py", "model/block.py", "model/dropout.py", "model/init.py"),
+            *("model/attention.py", "model/block.py", "model/dropout.py"),
             *("model/adaptive_embedding.py", "model/adaptive_softmax.py", "model/transformer_xl.py"),
         ),
     ),
