@@ -85,9 +85,16 @@ def call(command: Callable[..., object], words: Sequence[str], *, prog: str) -> 
 def local_source(path: str | Path) -> Path:
     """Return a local path unchanged, or download a model of the Hugging Face Hub and return its local folder.
 
-    A model that is in the cache is not downloaded again. Raises TxlError.
+    A model that is in the cache is not downloaded again. Raises TxlError, also for any other URL.
     """
     address = address_of(path)
+    url = re.fullmatch(r"(\w+):/+(.+)", str(path))  # a Path has only one of the two slashes
+    if address is None and url is not None and not os.path.lexists(path):
+        raise ConfigError(
+            f"{url[1]}://{url[2]} is a URL, but this command reads local folders and hf://OWNER/NAME. Copy the folder "
+            "to this machine. To download the newest checkpoint of a mirror, repeat the `txl train` command of its run "
+            "with an empty --run.dir."
+        )
     if address is not None and os.environ.get("RANK", "0") == "0":
         announce(f"looking for {address} on the Hub")
     return local_model(path)
