@@ -194,7 +194,7 @@ class TrainingRun:
             self._report_clipping(step=state.step)
             self.reporter.write("event", {"event": ending, "step": state.step})
             if ending != "phase":
-                self.saving.finish_mirror(patience_s=_PATIENCE_S[ending])
+                self.saving.finish_mirror(patience_s=_PATIENCE_S[ending], stopped=self.stopped)
         finally:
             self.recovery.leave(self.saving.abandon)
             self.reporter.close()

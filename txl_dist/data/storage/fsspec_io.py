@@ -189,6 +189,8 @@ def _remedy(error: Exception, verb: str) -> str:
     is_full_disk = verb == "write" and getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     if is_full_disk or any(word in code for word in _WORDS_OF_A_FULL_STORE):
         return "Free space in the bucket, or raise its quota."
+    if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
+        return f"Check that you may {verb} there: the credentials can be wrong, expired or without this right."
     return "Check the address, the network, the credentials and the file at this address."
 
 

@@ -38,6 +38,8 @@ from txl_dist.train.state import TrainState
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
 _POLL_S = 0.2
+_NOTICE_S = 5.0
+"""Seconds after which the wait for the mirror at the end of the run is announced."""
 
 
 class CheckpointManager:
@@ -255,22 +257,21 @@ class CheckpointManager:
 
     def _announce(self, step: int, *, patience_s: float, stopped: bool) -> None:
         """Log that the final save has failed, how long it is retried, and how to end the run earlier."""
-        if patience_s >= 60:
-            limit = f"{patience_s / 60:g} min"
-        else:
-            limit = f"{patience_s:g} s"
-        if stopped:
-            how = "a second SIGTERM or Ctrl-C"
-        else:
-            how = f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
         warn_for_all(
             "the last step, %d, is not saved yet: the run tries again for up to %s. To end the run earlier, use "
             "%s. The run then tries once more. If the last attempt fails, the same command %s.",
             step,
-            limit,
-            how,
+            _limit(patience_s),
+            self._way_out(stopped=stopped),
             self._resume_hint(),
         )
+
+    def _way_out(self, *, stopped: bool) -> str:
+        """Return how to end a wait at the end of the run. If a stop request led to the end (`stopped`), only a second
+        request counts."""
+        if stopped:
+            return "a second SIGTERM or Ctrl-C"
+        return f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
 
     def _resume_hint(self) -> str:
         """Return the end of a sentence about the next start of the run, for example `continues from step_000001200` or
@@ -291,7 +292,7 @@ class CheckpointManager:
             is_asked, is_over, _ = all_reduce_flags(local, world_size=self._context.ranks.world_size)
         return is_asked
 
-    def finish_mirror(self, *, patience_s: float) -> None:
+    def finish_mirror(self, *, patience_s: float, stopped: bool = False) -> None:
         """Wait at the end of the run until the mirror has the last checkpoint and all records, at most `patience_s`
         seconds.
 
@@ -301,20 +302,30 @@ class CheckpointManager:
             return
         self._mirror.finish_records()
         end_s = time.monotonic() + patience_s
+        notice_s = time.monotonic() + _NOTICE_S
         is_over = is_asked = False
         while not is_over and not is_asked:
             self._watch.beat("wait for the mirror")
             is_done = self._mirror.is_idle or time.monotonic() >= end_s
+            if not is_done and time.monotonic() >= notice_s:
+                notice_s = end_s
+                warn_for_all(
+                    "mirror: the run waits for up to %s, because %s lacks %s. To end the run earlier, use %s",
+                    _limit(patience_s),
+                    self._mirror.url,
+                    self._mirror.lacking(),
+                    self._way_out(stopped=stopped),
+                )
             local = StepFlags(stop=self._is_asked_to_leave(), written=is_done)
             is_asked, is_over, _ = all_reduce_flags(local, world_size=self._context.ranks.world_size)
             if not is_over and not is_asked:
                 time.sleep(_POLL_S)
         if not self._mirror.is_idle:
             warn_for_all(
-                "mirror: the run ends before %s is in %s. The checkpoint is on the disk, and the next start of the "
-                "same command uploads it",
-                self._newest.name if self._newest else "the last checkpoint",
+                "mirror: the run ends, and %s lacks %s. The newest checkpoint is on the disk, and the next start of "
+                "the same command uploads it",
                 self._mirror.url,
+                self._mirror.lacking(),
             )
 
     def set_newest(self, folder: Path) -> None:
@@ -420,6 +431,13 @@ def _remove(folders: list[Path], step: int) -> None:
     for folder in folders:
         failpoint("prune-half", step=step)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _limit(seconds: float) -> str:
+    """Format the time limit of a wait: 15 s, 15 min."""
+    if seconds >= 60:
+        return f"{seconds / 60:g} min"
+    return f"{seconds:g} s"
 
 
 def _retry_delays(patience_s: float) -> Iterator[float]:

@@ -57,6 +57,11 @@ def test_a_full_store_gets_a_remedy_of_its_own(code: str) -> None:
         retrying(write, what="s3://b/a", retries=0, verb="write")
 
 
+def test_a_refusal_gets_the_remedy_for_credentials() -> None:
+    with pytest.raises(UnreachableError, match=r"Check that you may write there: the credentials can be .* expired"):
+        retrying(failing(PermissionError("Access Denied")), what="s3://b/a", retries=3, verb="write")
+
+
 def test_of_many_creations_at_one_moment_one_succeeds(tmp_path: Path) -> None:
     bucket = Bucket(f"file://{tmp_path}/bucket")
     ready = threading.Barrier(8)

@@ -278,6 +278,29 @@ def test_the_older_waiting_checkpoint_is_skipped_and_said_and_none_in_use_is_rem
     assert "step_000000002 is skipped" in caplog.text
 
 
+def test_a_store_that_hangs_is_one_line_with_the_upload_in_progress_and_its_end_says_the_count(
+    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    uploader = start(slow)
+    uploader.enqueue(checkpoint(tmp_path / "run", 1))
+    assert slow.began.wait(60)
+    assert uploader.lacking() == "step_000000001"
+    for step in (2, 3, 4, 5):
+        uploader.enqueue(checkpoint(tmp_path / "run", step))
+    (line,) = (record.message for record in caplog.records)
+    assert line.startswith(f"mirror: step_000000001 has been in transfer to {slow.location} for 0 s")
+    assert "so step_000000002 is skipped" in line
+    assert uploader.lacking() == "5 checkpoints from step_000000001 to step_000000005"
+    slow.gate.set()
+    wait_for(lambda: uploader.is_idle)
+    assert whole_steps(slow) == [1, 5]
+    _, first, last = (record.message for record in caplog.records)
+    assert first.endswith("Since the previous upload 3 other checkpoints could not be uploaded")
+    assert "could not" not in last
+    assert uploader.lacking() == "the last records of the run"
+
+
 def test_an_error_is_one_line_and_the_upload_is_tried_again(
     slow: SlowBucket,
     tmp_path: Path,
@@ -319,7 +342,7 @@ def test_an_outage_is_one_line_for_all_files_and_checkpoints_and_its_end_says_ho
     wait_for(lambda: uploader.is_idle)
     assert whole_steps(slow) == [3]
     (line,) = (record.message for record in caplog.records if "step_000000003 is in" in record.message)
-    assert line.endswith("Before it 2 checkpoints could not be uploaded")
+    assert line.endswith("Since the previous upload 2 other checkpoints could not be uploaded")
 
 
 def in_third_upload(slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]) -> Uploader:

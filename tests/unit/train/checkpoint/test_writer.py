@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from txl_dist.model.memory import Memory
 from txl_dist.train.callbacks import Callbacks
 from txl_dist.train.checkpoint import manager as saving_module
 from txl_dist.train.checkpoint.manager import CheckpointManager
+from txl_dist.train.checkpoint.mirror.mirror import Mirror
 from txl_dist.train.checkpoint.read import choose_checkpoint
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 from txl_dist.train.checkpoint.writer import AsyncWriter, HostCopy
@@ -527,6 +528,23 @@ def test_room_that_is_made_before_the_last_attempt_is_used(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
     one.finish_last(it.state(7), patience_s=900.0)
     assert records.events == [("save_failed", 7), ("saved", 7)]
+
+
+def test_the_end_of_a_run_says_how_long_it_waits_for_the_mirror_and_what_the_mirror_lacks(
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(saving_module, "_NOTICE_S", 0.0)
+    caplog.set_level(logging.INFO, logger="txl_dist")
+    one, _ = saving(parts(alone, tmp_path), monkeypatch)
+    lacking = "2 checkpoints from step_000000007 to step_000000008"
+    one._mirror = cast(
+        Mirror, SimpleNamespace(is_idle=False, url="s3://b/r", lacking=lambda: lacking, finish_records=lambda: None)
+    )
+    one.finish_mirror(patience_s=0.3)
+    before, after = (record.getMessage() for record in caplog.records)
+    assert before.startswith(f"mirror: the run waits for up to 0.3 s, because s3://b/r lacks {lacking}. To end the run")
+    assert after.startswith(f"mirror: the run ends, and s3://b/r lacks {lacking}. The newest checkpoint is on the disk")
 
 
 def hear_one_rank(ranks: RankInfo, folder: str) -> tuple[str, list[tuple[str, int]], list[str]]:

@@ -110,6 +110,10 @@ class Mirror:
         with self._timed():
             return self._uploader is None or not self._ranks.is_rank0 or self._uploader.is_idle
 
+    def lacking(self) -> str:
+        """Return what the mirror lacks, for a message of rank 0."""
+        return self._uploader.lacking() if self._uploader is not None else ""
+
     @property
     def url(self) -> str:
         """Address of the mirror, on the first rank of each node."""

@@ -45,6 +45,8 @@ _FILES_AT_ONCE = 2
 """Number of files that a node uploads at the same time, or number of parts of a single file."""
 _STALLED_AFTER_S = 300.0
 """Seconds without a new file of other nodes after which a newer checkpoint is uploaded instead."""
+_SLOW = "slow"
+"""Kind of the problem that an upload takes longer than the time between two checkpoints."""
 _MOST_WAITING = 3
 """Number of checkpoints that a node other than the first keeps until one of them is announced."""
 
@@ -95,10 +97,12 @@ class Uploader:
         self._forget_after: int | None = None
         self._are_records_due = False
         self._is_closed = False
+        self._began_s = 0.0
+        """Time at which the thread began its current piece of work."""
         self._complaints: set[str] = set()
-        """Kinds of errors in the log since the mirror was last written."""
-        self._num_skipped = 0
-        """Number of checkpoints that were given up since then."""
+        """Kinds of problems in the log since the mirror was last written."""
+        self._lacking: set[int] = set()
+        """Steps of the checkpoints since the last upload that the mirror lacks, on the first node."""
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
@@ -110,16 +114,33 @@ class Uploader:
                 return
             skipped = self._waiting[: len(self._waiting) + 1 - most]
             self._waiting = [*self._waiting[len(skipped) :], upload]
-            is_outage = bool(self._complaints)  # the log says so already
-            if is_outage:
-                self._num_skipped += len(skipped)
+            current = self._current
+            seconds = time.monotonic() - self._began_s
+            if self._is_first:
+                self._lacking.add(upload.step)
+            is_news = current is not None and bool(skipped) and not self._complaints
+            if is_news:
+                self._complaints.add(_SLOW)
             self._changed.notify_all()
-        for older in skipped if self._is_first and not is_outage else ():
+        if current is not None and is_news:
             logger.warning(
-                "mirror: %s is skipped, because the upload of an earlier one is not finished. %s is uploaded next",
-                older.folder.name,
-                upload.folder.name,
+                "mirror: %s has been in transfer to %s for %.0f s and is not finished, so %s is skipped. The newest "
+                "checkpoint is uploaded next. Check the network and the store, or save less often",
+                current.folder.name,
+                self._bucket.location,
+                seconds,
+                skipped[0].folder.name,
             )
+
+    def lacking(self) -> str:
+        """Return what the mirror lacks, for a message: checkpoints, or only the last records of the run."""
+        with self._changed:
+            names = [f"step_{step:09d}" for step in sorted(self._lacking)]
+        if not names:
+            return "the last records of the run"
+        if len(names) == 1:
+            return names[0]
+        return f"{len(names)} checkpoints from {names[0]} to {names[-1]}"
 
     def steps_in_use(self) -> set[int]:
         """Return the steps whose folders must stay on the disk, because they are uploaded now or wait for it."""
@@ -140,6 +161,7 @@ class Uploader:
         it, after a rewind."""
         with self._changed:
             self._waiting = [upload for upload in self._waiting if upload.step <= step]
+            self._lacking = {lacking for lacking in self._lacking if lacking <= step}
             self._forget_after = step if self._forget_after is None else min(step, self._forget_after)
             self._changed.notify_all()
 
@@ -163,6 +185,7 @@ class Uploader:
                     return
                 if self._forget_after is None and self._is_first and self._waiting:
                     self._current = self._waiting.pop(0)
+                self._began_s = time.monotonic()
             try:
                 self._try_until_done()
             finally:
@@ -191,7 +214,6 @@ class Uploader:
             with self._changed:
                 is_replaced = self._changed.wait_for(self._is_replaced, timeout=delay_s)
             if is_replaced:
-                self._num_skipped += 1
                 return
             delay_s = min(2 * delay_s, _LONGEST_RETRY_S)
 
@@ -273,16 +295,19 @@ class Uploader:
         failpoint("mirror-manifest", step=upload.step)
         self._bucket.write(f"{folder}/{MANIFEST}", manifest)
         failpoint("mirror-whole", step=upload.step)
-        skipped = f". Before it {counted(self._num_skipped, 'checkpoint')} could not be uploaded"
+        with self._changed:
+            waiting = {other.step for other in self._waiting}
+            num_skipped = len(self._lacking - waiting - {upload.step})
+            self._lacking = waiting
+        skipped = f". Since the previous upload {counted(num_skipped, 'other checkpoint')} could not be uploaded"
         logger.info(
             "mirror: %s is in %s (%s in %.1f s)%s",
             upload.folder.name,
             self._bucket.location,
             format_bytes(num_bytes),
             time.monotonic() - start_s,
-            skipped if self._num_skipped else "",
+            skipped if num_skipped else "",
         )
-        self._num_skipped = 0
         try:
             self._remove_old(upload, folder)
         except UnreachableError as error:
