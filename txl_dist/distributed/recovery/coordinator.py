@@ -368,14 +368,19 @@ class Coordinator:
         return max((size for size in range(1, num_staying + 1) if self._max_ranks % size == 0), default=0)
 
     def _shrink(self, size: int, why: str, now_s: float) -> None:
-        """Continue with `size` ranks. The ranks are numbered again in their order, and further agents become idle."""
+        """Continue with `size` ranks. The ranks are numbered again in their order, and further agents become idle.
+
+        Ranks with a process stay rather than ranks that wait for a replacement, which may fail too.
+        """
         before = self._world_size
-        staying = [one for one in self._ranked.values() if not one.is_unfilled]
+        able = [one for one in self._ranked.values() if not one.is_unfilled]
+        by_process = sorted(able, key=lambda one: (not one.is_alive, one.rank))
+        staying = sorted(by_process[:size], key=lambda one: one.rank)
         for one in self._ranked.values():
             one.rank = -1
-        for rank, one in enumerate(staying[:size]):
+        for rank, one in enumerate(staying):
             one.rank = rank
-        for one in staying[size:]:  # their agents kill them
+        for one in by_process[size:]:  # their agents kill them
             one.is_alive = False
             one.kill = ""
             one.status = None

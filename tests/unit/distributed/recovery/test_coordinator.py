@@ -239,6 +239,17 @@ def test_a_job_shrinks_to_the_largest_number_of_ranks_that_divides_the_lanes() -
     assert [kind for _, kind in job.kinds()] == ["meet"] * 4
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_a_shrink_keeps_a_rank_with_a_process_and_no_rank_that_waits_for_one(order: tuple[int, ...]) -> None:
+    job = Job("aaaa", on_loss="shrink", max_ranks=4)
+    for rank in order:
+        job.lose(rank)
+    for rank in order:
+        job.tell(0, "unfilled", seat=[f"seat {rank}"])
+    assert not job.coordinator.is_ended
+    assert job.ranks() == {0: -1, 1: -1, 2: -1, 3: 0}
+
+
 def test_after_a_shrink_the_first_agent_of_the_node_reads_the_slots_of_idle_agents() -> None:
     job = Job("aaab", on_loss="shrink", max_ranks=2)
     job.lose(1)
