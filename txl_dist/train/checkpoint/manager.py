@@ -310,7 +310,8 @@ class CheckpointManager:
             if not is_done and time.monotonic() >= notice_s:
                 notice_s = end_s
                 warn_for_all(
-                    "mirror: the run waits for up to %s, because %s lacks %s. To end the run earlier, use %s",
+                    "mirror: the run waits for up to %s until its newest checkpoint and records are in %s, which lacks "
+                    "%s. To end the run earlier, use %s",
                     _limit(patience_s),
                     self._mirror.url,
                     self._mirror.lacking(),

@@ -543,7 +543,8 @@ def test_the_end_of_a_run_says_how_long_it_waits_for_the_mirror_and_what_the_mir
     )
     one.finish_mirror(patience_s=0.3)
     before, after = (record.getMessage() for record in caplog.records)
-    assert before.startswith(f"mirror: the run waits for up to 0.3 s, because s3://b/r lacks {lacking}. To end the run")
+    assert before.startswith("mirror: the run waits for up to 0.3 s until its newest checkpoint and records are in")
+    assert f"s3://b/r, which lacks {lacking}. To end the run earlier, use SIGTERM" in before
     assert after.startswith(f"mirror: the run ends, and s3://b/r lacks {lacking}. The newest checkpoint is on the disk")
 
 
