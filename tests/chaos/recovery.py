@@ -27,6 +27,8 @@ POINTS = ("step", "vote", "decided", "updated", "boundary", "half-stored", "stor
 """Points of a step at which a rank is killed."""
 SAVE_POINTS = ("save-begin", "save-copied", "save-file-half", "save-written", "save-manifest", "save-renamed", "saved")
 """Points of a save at which a rank is killed."""
+ONLY_RANK_0 = ("save-manifest", "save-renamed")
+"""Points of a save that only rank 0 reaches."""
 REGROUP_POINTS = ("leave", "meet", "loaded")
 """Points of a recovery at which a rank is killed again."""
 EMA = ("--optim.ema_decay", "0.9", "--eval.use_ema", "True", "--eval.every_steps", "6")
@@ -335,7 +337,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         yield partial(replaced, lab, f"stop:1:{STRUCK_AT}", stage=stage)
         yield partial(storm, lab, kills=10, stage=stage, ranks=4)
     for point in SAVE_POINTS:
-        for rank in (0, 1):
+        for rank in (0,) if point in ONLY_RANK_0 else (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{SAVED_AT}:{point}")
     yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:decided", "--metrics.log_every_steps", "7")
     for words in (*IN_PROGRESS.values(), *KINDS_OF_RUNS.values()):
