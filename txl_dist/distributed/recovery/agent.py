@@ -125,6 +125,8 @@ class Agent:
         self._closed_s: float | None = None
         """Time at which the connection of the rank ended."""
         self._is_leaving = False
+        self._failed_code = 0
+        """Exit code with which the rank has failed by itself, or 0."""
         self._is_idle = False
         self._is_welcome = False
         """Whether a running job has taken this agent in."""
@@ -276,6 +278,8 @@ class Agent:
         else:
             if kind == "stepped" and self._is_first_of_node:
                 self._spare.ensure(now_s)
+            if kind == "failed":
+                self._failed_code = int(message["code"])
             if kind == "ready" and self._stop is not None and self._stop[1] != self._pid:
                 self._forward(self._stop[0], None)  # it was sent to a process that was lost
             self._tell_coordinator(message)
@@ -479,7 +483,8 @@ class Agent:
             is_gone = self._closed_s is not None and now_s > self._closed_s + CAUSE_S and not _lives(self._pid)
             if not is_gone:
                 return None
-            self._exit_status = -signal.SIGKILL  # its parent is gone too
+            # Its parent is gone too. The spare of a node ends with the node's first agent, at the end of a run too.
+            self._exit_status = self._failed_code if self._is_leaving else -signal.SIGKILL
         code = self._exit_status
         if self._deadline_s is not None and not self._is_leaving:
             return self._end_code

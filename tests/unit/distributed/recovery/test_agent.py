@@ -65,6 +65,9 @@ def beat():
         if os.path.exists(f"{folder}/fail{rank}"):
             link.send({"kind": "failed", "code": 5, "reason": "ValueError: a poison batch"})
             os._exit(5)
+        if os.path.exists(f"{folder}/leave{rank}"):
+            link.send({"kind": "leaving"})
+            os._exit(0)
 
 page.progress(step=int(time.time() * 10) % 1000, phase="step")
 page.set_limit(60.0)
@@ -262,6 +265,15 @@ def test_an_error_of_a_rank_ends_all_agents_with_its_exit_code(agents: Agents) -
     assert [agent.wait(30) for agent in agents.agents] == [5, 5]
     assert "a poison batch" in agents.notes(0)[-1]
     assert not any(line.startswith("met") for rank in (0, 1) for line in agents.notes(rank))
+
+
+def test_a_replacement_that_ends_after_its_spare_has_ended_well(agents: Agents) -> None:
+    victim = agents.wait_for("began", rank=1)
+    os.kill(victim, signal.SIGKILL)
+    agents.wait_for("met 2", rank=1)
+    os.kill(agents.wait_for("began", rank="spares"), signal.SIGKILL)  # the parent, which alone learns the exit code
+    (agents.folder / "leave1").touch()
+    assert agents.agents[1].wait(30) == 0
 
 
 def test_a_rank_that_dies_before_the_job_is_complete_is_not_replaced(tmp_path: Path) -> None:
