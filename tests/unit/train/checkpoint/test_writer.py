@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tests.helpers.checkpoints import sign
 from tests.helpers.jobs import job_of
+from tests.helpers.logs import recorded_log
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.artifacts import checkpoint_folder, list_checkpoints
@@ -531,18 +532,17 @@ def test_room_that_is_made_before_the_last_attempt_is_used(
 
 
 def test_the_end_of_a_run_says_how_long_it_waits_for_the_mirror_and_what_the_mirror_lacks(
-    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(saving_module, "_NOTICE_S", 0.0)
-    caplog.set_level(logging.INFO, logger="txl_dist")
     one, _ = saving(parts(alone, tmp_path), monkeypatch)
     lacking = "2 checkpoints from step_000000007 to step_000000008"
     one._mirror = cast(
         Mirror, SimpleNamespace(is_idle=False, url="s3://b/r", lacking=lambda: lacking, finish_records=lambda: None)
     )
-    one.finish_mirror(patience_s=0.3)
-    before, after = dict.fromkeys(record.getMessage() for record in caplog.records)  # two handlers may hear each
+    with recorded_log() as lines:
+        one.finish_mirror(patience_s=0.3)
+    (_, before), (_, after) = lines
     assert before.startswith("mirror: the run waits for up to 0.3 s until its newest checkpoint and records are in")
     assert f"s3://b/r, which lacks {lacking}. To end the run earlier, use SIGTERM" in before
     assert after.startswith(f"mirror: the run ends, and s3://b/r lacks {lacking}. The newest checkpoint is on the disk")
