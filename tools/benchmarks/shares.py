@@ -1,6 +1,7 @@
 """Show how a training step's CPU time is divided between matrix products and the other kinds of operations.
 
     python -m tools.benchmarks.shares --sizes ptb       a step in bf16 and a step in fp32, some minutes
+    python -m tools.benchmarks.shares --sizes ptb --attention-dropout 0.2       as in configs/ptb.toml
     python -m tools.benchmarks.shares --tiny            a tiny size, some seconds
 
 A step is one step of the engine on one rank with one thread: batch, forward, loss, backward, norm, clipping and update.
@@ -125,12 +126,14 @@ def main() -> None:
     """Measure a step in each precision and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", choices=("wt103", "ptb", "wide"), default="ptb")
+    parser.add_argument("--attention-dropout", type=float, default=0.0, metavar="P", help="as model.attention_dropout")
     parser.add_argument("--precisions", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--steps", type=positive, default=4, help="measured steps in each precision")
     parser.add_argument("--tiny", action="store_true", help="use a tiny size that takes seconds, to try the program")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures there")
     arguments = parser.parse_args()
     sizes = sizes_of(arguments.sizes, tiny=arguments.tiny)
+    sizes = sizes._replace(model=sizes.model.model_copy(update={"attention_dropout": arguments.attention_dropout}))
     segments = itertools.cycle(list(itertools.islice(zipf_segments(sizes, seed=1), 4)))
     tables: dict[str, list[dict[str, object]]] = {}
     with distributed_context(timeout_s=600, num_threads=1) as ranks:

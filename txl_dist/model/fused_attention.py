@@ -320,7 +320,8 @@ class _RelativeAttention(torch.autograd.Function):
                 probabilities_Xbk = torch.softmax(scores_Xbk, -1)  # in half precision torch computes it in fp32
                 keep_Xbk = None
                 if dropout:
-                    keep_Xbk = torch.empty_like(scores_Xbk, dtype=torch.bool).bernoulli_(1 - dropout)
+                    # A CPU multiplies by uint8 several times as fast as by bool.
+                    keep_Xbk = torch.empty_like(scores_Xbk, dtype=torch.uint8).bernoulli_(1 - dropout)
                 weights_Xbk = _dropped(probabilities_Xbk, keep_Xbk, dropout)
                 value_XkH = heads.value_XKH[:, : block.num_keys]
                 context_XbH = torch.bmm(weights_Xbk, value_XkH)
@@ -395,7 +396,7 @@ def _scores(heads: _Heads, block: _Block, mask_Bbk: Tensor, *, views: tuple[Tens
 
 
 def _dropped(x: Tensor, keep: Tensor | None, rate: float) -> Tensor:
-    """Set numbers to 0 where `keep` is False, and scale up the other numbers. If `keep` is None, return `x` itself."""
+    """Set numbers to 0 where `keep` is 0, and scale up the other numbers. If `keep` is None, return `x` itself."""
     if keep is None:
         return x
     return (x * keep).mul_(1 / (1 - rate))

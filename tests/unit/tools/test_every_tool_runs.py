@@ -81,7 +81,7 @@ SMOKE: dict[str, list[str]] = {
     "experiments/recipes": ["--table"],
     "checks/reference_pages": ["--check"],
     "checks/simulate_lanes": ["--lanes", "16", "--ranks", "4", "--shards", "20", "--steps", "50", "--segment-len", "8"],
-    "benchmarks/shares": ["--tiny", "--steps", "1"],
+    "benchmarks/shares": ["--tiny", "--steps", "1", "--attention-dropout", "0.1"],
     "experiments/speedrun": ["--table"],
     "experiments/studies": ["--table"],
     "experiments/xlnet_probe": ["XLNET_BOOKS", "--work", "work", "--seeds", "1", "--tiny"],
