@@ -252,7 +252,8 @@ def _parsed(text: str, last: Phase) -> Phase:
         if name not in Phase._fields:
             hint = did_you_mean(name, Phase._fields)
             raise ConfigError(
-                f'train.phases: "{text}": a phase has no setting {name}.{hint} Write "{_FORM} memory_len=32".'
+                f'train.phases: "{text}": a phase has no setting {name}.{hint} Its settings are '
+                f'{", ".join(Phase._fields)}. Write "{_FORM} memory_len=32".'
             )
         kind, read = _KINDS.get(name, _WHOLE)
         try:

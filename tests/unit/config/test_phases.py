@@ -66,6 +66,11 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
         (["until=x"], "until=x is not a share of the run"),
         (["until=0.5 num_lanes=1.5"], "num_lanes=1.5 is not a whole number"),
         (["until=0.5 lanes=128"], "a phase has no setting lanes. Did you mean num_lanes"),
+        (
+            ["until=0.5 width=8"],
+            "no setting width. Its settings are until, num_lanes, segment_len, memory_len, "
+            "microbatch_lanes, reuse_len, predicted_len, order_len, weights. Write",
+        ),
         (["until=0.5 until=0.6"], "until occurs twice"),
         (["until=0.5 num_lanes=64"], "64 x 64 = 4,096 tokens, but [train] has steps of 32 x 64 = 2,048 tokens"),
         (["until=0.5", "until=0.5"], "until=0.5 cannot precede a phase with until=0.5"),
