@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ _MAX_WAIT_S = 60.0
 _MIN_BYTES_PER_S = 100_000
 _WORDS_OF_A_FULL_STORE = ("Quota", "StorageFull", "InsufficientStorage", "507")
 """Parts of the codes by which stores that speak S3 say that they are full. The protocol has no code for it."""
+_SECRET_PARTS = re.compile(r"""(https?://)(?:[^\s/?@'"]*@)?([^\s?'"]*)(?:\?[^\s'"]*)?""", re.IGNORECASE)
+"""Pattern of a URL in a message: scheme, user and password, host and path, query. Signatures are in the query."""
 _PACKAGES = {
     "http": "txl_dist[http]",
     "https": "txl_dist[http]",
@@ -66,7 +69,7 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         is_outer = number < len(protocols) - 1
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
-                f"{url}: the scheme {protocol!r} can run programs. These schemes are always allowed: "
+                f"{_without_query(url)}: the scheme {protocol!r} can run programs. These schemes are always allowed: "
                 f"{', '.join(PROTOCOLS)}. If you trust this scheme, add the scheme to --allow-protocols, or to "
                 "data.allow_protocols in a configuration."
             )
@@ -87,11 +90,12 @@ def filesystem_of(url: str, *, allow: Sequence[str] = (), is_new: bool = False) 
     except ImportError as error:
         package = _PACKAGES.get(protocol, protocol)
         raise DataError(
-            f"{url} needs a package that is missing ({error}). Install the package with `pip install '{package}'`."
+            f"{_without_query(url)} needs a package that is missing ({error}). Install the package with "
+            f"`pip install '{package}'`."
         ) from error
     except Exception as error:  # each file system looks for credentials in its own way and fails in its own way
         raise DataError(
-            f"cannot open {url}: {_reason(error)}. Check the address, the network and the credentials."
+            f"cannot open {_without_query(url)}: {_reason(error)}. Check the address, the network and the credentials."
         ) from error
     return file_system, path
 
@@ -123,10 +127,11 @@ def retrying(
 ) -> Result:
     """Call `action` until it succeeds, at most `retries` + 1 times, and return its result.
 
-    `what` names the source and `verb` the action in messages. Raises DataError at once if a file to read is missing,
-    and after the last try if the bytes were damaged. Raises UnreachableError at once if access is forbidden, and after
-    the last try if the connection failed.
+    `what` names the source and `verb` the action in messages, which show no query of a URL. Raises DataError at once if
+    a file to read is missing, and after the last try if the bytes were damaged. Raises UnreachableError at once if
+    access is forbidden, and after the last try if the connection failed.
     """
+    what = _without_query(what)
     for attempt in range(1, retries + 2):
         try:
             return action()
@@ -178,9 +183,15 @@ def _reason(error: Exception) -> str:
     """Return the text of an error, as a part of a message."""
     if isinstance(error, FileNotFoundError):
         return "the bucket does not exist" if s3_code(error) == "NoSuchBucket" else "it does not exist"
+    text = _without_query(str(error))
     if type(error) in (OSError, DamageError):
-        return str(error)
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+        return text
+    return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _without_query(text: str) -> str:
+    """Return a text with only scheme, host and path of each http URL. The rest is long and can contain secrets."""
+    return _SECRET_PARTS.sub(r"\1\2", text)
 
 
 def _remedy(error: Exception, verb: str) -> str:

@@ -139,6 +139,18 @@ def test_after_the_last_try_the_error_names_source_reason_and_tries() -> None:
         retrying(Flaky(OSError("reset")), what="x", retries=0, sleep=lambda _: None)
 
 
+def test_no_message_shows_the_query_of_a_url_or_a_password() -> None:
+    refused = 'Could not connect to the endpoint URL: "http://127.0.0.1:9/bucket?list-type=2&X-Amz-Signature=secret"'
+    action = Flaky(ConnectionError(refused), ConnectionError(refused))
+    with recorded_log() as log, pytest.raises(UnreachableError) as caught:
+        retrying(action, what="https://me:secret@b/c?token=secret", retries=1, sleep=lambda _: None)
+    reason = 'https://b/c: ConnectionError: Could not connect to the endpoint URL: "http://127.0.0.1:9/bucket"'
+    assert log[0][1].startswith(f"{reason}. Try 2 of 2")
+    assert str(caught.value).startswith(f"cannot read {reason} (try 2 of 2). Check")
+    with pytest.raises(DataError, match=r"^zip://x.txt::https://b/c: the scheme 'zip'"):
+        check_protocol("zip://x?txt::https://b/c?secret")
+
+
 @pytest.mark.parametrize(
     "error",
     [FileNotFoundError("x"), PermissionError("x"), HttpError(403), HttpError(404), DataError("final")],
