@@ -37,6 +37,10 @@ files, which are pickles. Version 2 has one memory length for all layers. Versio
 (`train.memory_lens`). Version 4 has a new name for one key in the state of the token stream."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
 """Names of files: the graphs in a folder of ONNX graphs, and the code in a Hugging Face folder."""
+FROM_MIRROR = (
+    "To download the newest checkpoint of a mirror, repeat the `txl train` command of its run with an empty --run.dir."
+)
+"""Remedy for messages about commands that read runs from local folders only."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
 """Pattern of the name of a checkpoint's folder. The name contains the checkpoint's step."""
 _MOST_NAMES = 4

@@ -24,7 +24,7 @@ def inspect(
     """Show a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step.
 
     Args:
-        path: Folder or URL of a corpus, run directory or checkpoint folder.
+        path: Folder or URL of a corpus, or local folder of a run or checkpoint.
         question: Facts that are shown.
         json: Write the results to this file as JSON.
         plugins: Python modules to import first, which runs their code.

@@ -18,6 +18,7 @@ from typing import Any
 
 import tyro
 
+from txl_dist.artifacts import FROM_MIRROR
 from txl_dist.cli.repeated_flags import join_repeated
 from txl_dist.cli.tyro_events import (
     Argument,
@@ -92,8 +93,7 @@ def local_source(path: str | Path) -> Path:
     if address is None and url is not None and not os.path.lexists(path):
         raise ConfigError(
             f"{url[1]}://{url[2]} is a URL, but this command reads local folders and hf://OWNER/NAME. Copy the folder "
-            "to this machine. To download the newest checkpoint of a mirror, repeat the `txl train` command of its run "
-            "with an empty --run.dir."
+            f"to this machine. {FROM_MIRROR}"
         )
     if address is not None and os.environ.get("RANK", "0") == "0":
         announce(f"looking for {address} on the Hub")

@@ -14,7 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from txl_dist.artifacts import CHECKPOINTS, DONE, SETTINGS, ArtifactKind, list_checkpoints, step_of
+from txl_dist.artifacts import (
+    CHECKPOINTS,
+    DONE,
+    FROM_MIRROR,
+    SETTINGS,
+    ArtifactKind,
+    is_url,
+    list_checkpoints,
+    step_of,
+)
 from txl_dist.config.load import load_config
 from txl_dist.config.phases import at_step, each_phase
 from txl_dist.config.schema import DataSection, RunSection, TrainSection
@@ -25,7 +34,7 @@ from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream_state import StreamState, first_state
 from txl_dist.data.verify import inspect as of_corpus
-from txl_dist.errors import CheckpointError, DataError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError
 from txl_dist.report.inspect_options import InspectOptions
 from txl_dist.report.records import History, history_of, read_history
 from txl_dist.report.recoveries import RecoveryRecord, recoveries_of, recovery_rows
@@ -72,7 +81,17 @@ def answer(path: str, kind: ArtifactKind, question: InspectOptions) -> Answer:
 
 
 def _open(path: str, question: InspectOptions) -> Corpus:
-    return open_corpus(path, DataSection(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols))
+    settings = DataSection(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols)
+    try:
+        return open_corpus(path, settings)
+    except DataError as error:
+        is_missing = type(error.__cause__) is DataError  # and not UnreachableError
+        if not is_url(path) or not is_missing:
+            raise
+        raise ConfigError(
+            f"{path} has no index.json, so it is not a corpus. `txl inspect` reads runs and checkpoints from local "
+            f"folders only. {FROM_MIRROR}"
+        ) from error
 
 
 def _stream_of_corpus(path: str, question: InspectOptions) -> tuple[tuple[Split, ...], StreamState, int]:

@@ -8,12 +8,14 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
 from txl_dist.cli.main import main
 from txl_dist.data.loader.corpus import Corpus
 from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import first_state
+from txl_dist.data.storage import fsspec_io
 from txl_dist.data.verify.inspect import find_shard, lane_facts
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.rng import derive_seed
@@ -194,6 +196,28 @@ def test_a_corpus_at_a_url_is_inspected_there(corpus: Corpus, capsys: pytest.Cap
             assert there == inspect(corpus, *flags, capsys=capsys).replace(str(corpus.folder), "memory://inspected")
     finally:
         memory.rm("/inspected", recursive=True)
+
+
+@pytest.mark.parametrize("flags", [(), ("--lane", "1")])
+def test_a_mirrored_run_is_answered_with_how_to_get_it(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fsspec.filesystem("memory").pipe_file("/mirror/run/config.toml", b"")
+    assert main(["inspect", "memory://mirror/run", *flags]) == 2
+    assert capsys.readouterr().err == (
+        "txl inspect: error: memory://mirror/run has no index.json, so it is not a corpus. `txl inspect` reads runs "
+        "and checkpoints from local folders only. To download the newest checkpoint of a mirror, repeat the "
+        "`txl train` command of its run with an empty --run.dir.\n"
+    )
+
+
+def test_an_outage_is_not_taken_for_a_missing_corpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_io, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *_: 1 / 0)
+    assert main(["inspect", "memory://mirror/run"]) == 2
+    assert "ZeroDivisionError: division by zero (try 6 of 6). Check the address, the network" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_named(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
