@@ -225,7 +225,10 @@ def slow(tmp_path: Path) -> SlowBucket:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Uploader]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Uploader]]:
+    """A function that starts an uploader, whose waits are short."""
+    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(uploads, "_POLL_S", 0.02)
     started: list[Uploader] = []
 
     def make(bucket: Bucket, *, is_first: bool = True, num_nodes: int = 1, **values: Any) -> Uploader:
@@ -302,13 +305,8 @@ def test_a_store_that_hangs_is_one_line_with_the_upload_in_progress_and_its_end_
 
 
 def test_an_error_is_one_line_and_the_upload_is_tried_again(
-    slow: SlowBucket,
-    tmp_path: Path,
-    start: Callable[..., Uploader],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
     slow.failures = 2
     slow.gate.set()
     uploader = start(slow)
@@ -321,13 +319,8 @@ def test_an_error_is_one_line_and_the_upload_is_tried_again(
 
 
 def test_an_outage_is_one_line_for_all_files_and_checkpoints_and_its_end_says_how_many_were_skipped(
-    slow: SlowBucket,
-    tmp_path: Path,
-    start: Callable[..., Uploader],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
     caplog.set_level("INFO")
     slow.failures = 10**9
     slow.gate.set()
@@ -370,9 +363,8 @@ def test_a_rewind_makes_later_checkpoints_invalid_and_uploads_none_of_them(
 
 
 def test_the_last_checkpoint_is_tried_again_although_records_are_due_or_a_rewind_ended_at_it(
-    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+    slow: SlowBucket, tmp_path: Path, start: Callable[..., Uploader]
 ) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
     uploader = start(slow)
     slow.failures = 2
     uploader.enqueue(checkpoint(tmp_path / "run", 1))
@@ -396,9 +388,8 @@ def test_of_two_rewinds_during_an_outage_the_earlier_step_counts(
 
 
 def test_a_file_that_arrived_cut_is_uploaded_again_before_the_manifest(
-    tmp_path: Path, start: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start: Callable[..., Uploader]
 ) -> None:
-    monkeypatch.setattr(uploads, "_FIRST_RETRY_S", 0.01)
     bucket = LossyBucket(f"file://{tmp_path}/bucket/run")
     uploader = start(bucket)
     uploader.enqueue(checkpoint(tmp_path / "run", 1))
@@ -435,9 +426,8 @@ def test_a_checkpoint_that_has_left_the_disk_is_passed(
 
 
 def test_the_first_node_waits_for_the_files_of_the_others(
-    bucket: Bucket, tmp_path: Path, start: Callable[..., Uploader], monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, tmp_path: Path, start: Callable[..., Uploader]
 ) -> None:
-    monkeypatch.setattr(uploads, "_POLL_S", 0.02)
     whole = checkpoint(tmp_path / "run", 1)
     older = checkpoint(tmp_path / "run", 0)
     first, other = start(bucket, num_nodes=2), start(bucket, is_first=False, num_nodes=2)
