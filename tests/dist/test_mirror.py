@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +18,16 @@ from tests.chaos.runs import Run
 from tests.helpers import forked
 from tests.helpers.job import Job
 from tests.helpers.object_store import ObjectStore
+from tests.helpers.ranks import run_ranks
+from txl_dist.config.load import config_from_dict
 from txl_dist.data.storage.bucket import Bucket
 from txl_dist.data.storage.bucket_lock import BucketLock
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.recovery.seat import NODE
+from txl_dist.errors import ConfigError
+from txl_dist.train.checkpoint.mirror.mirror import open_mirror
+from txl_dist.train.checkpoint.mirror.ownership import claim_id, write_local_id
 
 pytestmark = pytest.mark.dist
 
@@ -118,6 +126,29 @@ def test_nodes_without_a_shared_disk_continue_and_each_fetches_its_part_only(
     losses = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     assert losses == losses_of(lab.unbroken(*SHORT))
     assert store.checkpoints("nodes")[-1] == 12
+
+
+def open_with_a_foreign_folder(ranks: RankInfo, folder: Path) -> str:
+    """Open the mirror of run a on two nodes, of which the second has the run directory of run b. Return the error."""
+    os.environ[NODE] = f"node{ranks.rank}"
+    run_dir = folder / f"node{ranks.rank}"
+    run_dir.mkdir()
+    if ranks.rank == 1:
+        write_local_id(run_dir, "b", url="")
+    config = config_from_dict(
+        {"run": {"dir": str(run_dir)}, "checkpoint": {"mirror": f"file://{folder}/bucket"}}, source="test"
+    )
+    with pytest.raises(ConfigError) as caught:
+        open_mirror(config, ranks, SimpleNamespace(lock=None, nonce="new"), resume="auto")  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_mirror_that_a_node_refuses_is_left_without_a_lock(tmp_path: Path) -> None:
+    bucket = Bucket(f"file://{tmp_path}/bucket")
+    claim_id(bucket, "a")
+    errors = run_ranks(open_with_a_foreign_folder, tmp_path, world_size=2, folder=tmp_path / "ranks")
+    assert all("is the mirror of run a, and" in error for error in errors)
+    assert list(bucket.sizes()) == ["RUN.json"]
 
 
 def kill_after(job: Job, run: Run, *, delay_s: float, rank: int) -> bool:

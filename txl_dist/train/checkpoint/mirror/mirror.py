@@ -216,10 +216,7 @@ def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -
     bucket = run_on_all_ranks(lambda: Bucket(url, allow=config.data.allow_protocols) if leads else None)
 
     def lock_mirror() -> BucketLock | None:
-        if bucket is None:
-            return None
-        run_id = _checked_id(bucket, config, resume=resume)
-        if not ranks.is_rank0:
+        if bucket is None or not ranks.is_rank0:
             return None
         label = f"run {run_id}" if run_id else "a new run"
         nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
@@ -228,7 +225,8 @@ def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -
         )
 
     with _refused():
-        lock = run_on_all_ranks(lock_mirror)
+        run_id = run_on_all_ranks(lambda: _checked_id(bucket, config, resume=resume) if bucket else "")
+        lock = run_on_all_ranks(lock_mirror)  # only after all nodes have passed the checks, because nothing removes it
     return Mirror(config, ranks, watch, bucket, lock)
 
 
