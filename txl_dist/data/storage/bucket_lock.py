@@ -21,12 +21,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from txl_dist.console.logging import logger
 from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
-from txl_dist.errors import ConfigError, UnreachableError
+from txl_dist.errors import ConfigError, DataError
 from txl_dist.io.files import parse_object, sha256_of_bytes
 
 LOCK = "LOCK.json"
@@ -34,6 +35,8 @@ BEAT_EVERY_S = 10.0
 """Seconds between two heartbeats of the job that has the lock."""
 STALE_AFTER_S = 60.0
 """Seconds without a heartbeat after which a job on another machine counts as dead."""
+_RELEASE_S = 10.0
+"""Seconds for which `release` waits until the lock is removed."""
 _POLL_S = 2.0
 
 
@@ -52,7 +55,7 @@ class LockOwner(NamedTuple):
 
 
 class BucketLock:
-    """Lock of a bucket for this job. A thread sends heartbeats until `release`."""
+    """Lock of a bucket for this job. A thread sends heartbeats until `release`, and then removes the lock."""
 
     def __init__(self, bucket: Bucket, owner: LockOwner) -> None:
         self._bucket = bucket
@@ -128,25 +131,44 @@ class BucketLock:
             )
 
     def release(self) -> None:
-        """End the heartbeats, and remove the lock if this job still has it. An error of the network is ignored."""
+        """End the heartbeats, and remove the lock if this job still has it.
+
+        A store that cannot be reached delays this by a few seconds only. The thread then tries again until the process
+        ends, so that a later job of the same process is not refused.
+        """
         self._done.set()
+        self._thread.join(_RELEASE_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s/%s is not removed after %g s, because the store does not answer or refuses. This process tries "
+                "again until it ends. If the lock stays, a start on another machine waits up to %g s for it",
+                self._bucket.location,
+                LOCK,
+                _RELEASE_S,
+                STALE_AFTER_S,
+            )
+
+    def _keep(self) -> None:
+        """Send heartbeats, in the thread, until the lock is released or lost. Then remove it. The job's own requests
+        report an outage."""
+        while not self._done.wait(BEAT_EVERY_S):
+            with suppress(DataError):  # an outage, or credentials that cannot be read now
+                if not self.beat():
+                    return
+        while not self._is_removed():
+            time.sleep(BEAT_EVERY_S)
+
+    def _is_removed(self) -> bool:
+        """Remove the lock if this job still has it. Returns False if the store cannot be reached."""
         try:
             with self._busy:
                 chain = _chain(self._bucket)
-                if chain and chain[-1].nonce == self._owner.nonce:
+                # After the loss of a rank the same job may have entered its lock again.
+                if chain and chain[-1]._replace(beats=self._owner.beats) == self._owner:
                     self._bucket.remove([LOCK])
-        except UnreachableError as error:
-            logger.warning("the lock stays, and the next job waits for it: %s", error)
-
-    def _keep(self) -> None:
-        """Send heartbeats, in the thread, until the lock is released or lost. The job's own requests report an
-        outage."""
-        while not self._done.wait(BEAT_EVERY_S):
-            try:
-                if not self.beat():
-                    return
-            except UnreachableError:
-                continue
+        except DataError:
+            return False
+        return True
 
 
 def is_lock(name: str) -> bool:

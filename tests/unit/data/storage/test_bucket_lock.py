@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.logs import recorded_log
+from txl_dist.data.storage import bucket_lock
 from txl_dist.data.storage.bucket import Bucket
 from txl_dist.data.storage.bucket_lock import LOCK, BucketLock, LockOwner
 from txl_dist.distributed.processes import ProcessId, process_id
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, UnreachableError
 
 ELSEWHERE = ProcessId("another host", "its boot", 7, 7)
 DEAD = process_id()._replace(start_ticks=1)
@@ -74,6 +76,46 @@ def test_a_lock_that_was_removed_by_hand_is_made_again(bucket: Bucket) -> None:
     with pytest.raises(ConfigError, match="in use"):
         acquire(bucket, "two")
     lock.release()
+
+
+def release_in_outage(bucket: Bucket, lock: BucketLock, monkeypatch: pytest.MonkeyPatch, *, hangs: bool) -> str:
+    """Release a lock whose bucket does not answer or refuses. Return the line in the log."""
+    monkeypatch.setattr(bucket_lock, "BEAT_EVERY_S", 0.01)
+    is_over = threading.Event()
+
+    def read(name: str) -> bytes:
+        is_over.wait(60 * hangs)
+        raise UnreachableError(f"cannot read {name}.")
+
+    with monkeypatch.context() as outage, recorded_log() as log:
+        outage.setattr(bucket_lock, "_RELEASE_S", 0.05)
+        outage.setattr(bucket, "read", read)
+        lock.release()
+    is_over.set()
+    return log[-1][1]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_lock_that_an_outage_kept_is_removed_after_it_and_blocks_no_job_of_the_same_process(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    lock = acquire(bucket, "one")
+    line = release_in_outage(bucket, lock, monkeypatch, hangs=hangs)
+    assert line.startswith(f"{bucket.location}/LOCK.json is not removed after 0.05 s")
+    assert line.endswith("a start on another machine waits up to 60 s for it")
+    lock._thread.join(60)
+    acquire(bucket, "two").release()
+    assert bucket.sizes() == {}
+
+
+def test_a_lock_that_the_same_job_has_entered_again_stays_after_an_outage(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = acquire(bucket, "one")
+    put_owner(bucket, process_id(), "one", beats=3)
+    release_in_outage(bucket, lock, monkeypatch, hangs=False)
+    lock._thread.join(60)
+    assert list(bucket.sizes()) == [LOCK]
 
 
 def test_jobs_that_died_while_they_took_over_are_passed(bucket: Bucket) -> None:

@@ -7,7 +7,6 @@ Methods that training calls between steps only hand over work, and `seconds` sum
 from __future__ import annotations
 
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,9 +37,6 @@ from txl_dist.train.checkpoint.read import Choice, choose_together
 from txl_dist.train.checkpoint.validate import Examination
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.run_dir import refuse_frozen_changes
-
-_RELEASE_S = 10.0
-"""Seconds for which the end of a run waits for the lock of the mirror to be released."""
 
 
 class Mirror:
@@ -171,9 +167,7 @@ class Mirror:
         if self._uploader is not None:
             self._uploader.close()
         if self._lock is not None:
-            release = threading.Thread(target=self._lock.release, name="mirror lock", daemon=True)
-            release.start()
-            release.join(_RELEASE_S)
+            self._lock.release()
 
     def _claim(self) -> None:
         assert self._bucket is not None
