@@ -47,7 +47,7 @@ from txl_dist.model.memory import Memory
 from txl_dist.train.checkpoint.partner import Partner
 from txl_dist.train.checkpoint.slot_copy import SlotCopy
 from txl_dist.train.checkpoint.slot_room import RankCopies, room_problem
-from txl_dist.train.engine.partitions import Fragment, Source
+from txl_dist.train.engine.partitions import WEIGHT, PartitionState, Source
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.footprint.room import host_room_bytes
 from txl_dist.train.stability import Health
@@ -60,10 +60,14 @@ _ALIGNED = 64
 
 
 class Share(NamedTuple):
-    """Part of every parameter that a rank stores: part number `part`, from 0, of `num_parts` equal parts."""
+    """Part of every flat tensor that a rank stores: part number `part`, from 0, of `num_parts` equal parts."""
 
     part: int
     num_parts: int
+
+    def of(self, length: int) -> slice:
+        """Return this part of a flat tensor of that length."""
+        return slice(self.part * length // self.num_parts, (self.part + 1) * length // self.num_parts)
 
 
 class _Piece(NamedTuple):
@@ -87,9 +91,18 @@ class _MemoryTensor(NamedTuple):
     offset: int
 
 
+class _Span(NamedTuple):
+    """Place of a flat fp32 tensor in a slot. It holds pieces of one kind."""
+
+    offset: int
+    """Place of the first byte in the values of the slot."""
+    length: int
+
+
 class _Layout(NamedTuple):
     """Places of all values in a slot."""
 
+    spans: list[_Span]
     pieces: list[_Piece]
     memories: list[_MemoryTensor]
     num_bytes: int
@@ -214,6 +227,9 @@ class StateSlots:
         """Serial number of the last version that was stored or loaded."""
         self._sent = 0
         """Serial number of the last version that the partner has acknowledged."""
+        self._form: object = None
+        self._layout: _Layout | None = None
+        """Layout of the last version, used again while `_form`, the names and sizes of all values, is the same."""
         self._next = 1
         self._thread = ThreadPoolExecutor(1, "state slots")
         self._writing: Future[None] | None = None
@@ -224,8 +240,14 @@ class StateSlots:
         `sums` are the values of the logging interval in progress, for JSON.
         """
         self.wait()
-        fragments = engine.fragments()
-        layout, values = _lay_out(fragments, self._copy.unchanging(state.memories), self._share)
+        states = engine.partition_states()
+        memories = self._copy.unchanging(state.memories)
+        values = [flat[self._share.of(len(flat))] for one in states for flat in one.values.values()]
+        values += _tensors(memories)
+        form = [(one.pieces, list(one.values)) for one in states], [(value.shape, value.dtype) for value in values]
+        if self._layout is None or form != self._form:
+            self._form = form
+            self._layout = _lay_out(states, memories, self._share)
         facts = {
             "step": state.step,
             "tokens": state.tokens_seen,
@@ -233,10 +255,10 @@ class StateSlots:
             "stream": state.stream.to_dict(),
             "loss_scale": engine.loss_scale(),
             "interval": sums,
-            "counts": {fragment.parameter: fragment.step for fragment in fragments},
+            "counts": {piece.parameter: one.step for one in states for piece in one.pieces},
             "share": self._share,
         }
-        self._writing = self._thread.submit(self._write, self._next, layout, values, facts, self._copy.mark())
+        self._writing = self._thread.submit(self._write, self._next, self._layout, values, facts, self._copy.mark())
         self._next += 1
 
     def wait(self) -> None:
@@ -258,10 +280,10 @@ class StateSlots:
 
         Raises ConfigError on all ranks.
         """
-        fragments = engine.fragments()
-        layout, _ = _lay_out(fragments, state.memories, self._share)
-        num_missing = max(0, _NUM_KINDS - max((len(fragment.values) for fragment in fragments), default=_NUM_KINDS))
-        num_weights = sum(fragment.values["weight"].numel() for fragment in fragments) // self._share.num_parts
+        states = engine.partition_states()
+        num_missing = max(0, _NUM_KINDS - max((len(one.values) for one in states), default=_NUM_KINDS))
+        num_weights = sum(len(one.values[WEIGHT]) for one in states) // self._share.num_parts
+        layout = _lay_out(states, state.memories, self._share)
         size = layout.num_bytes + 4 * num_weights * num_missing
         partner_rank = None if self._partner is None else self._partner.rank
         copies = gather_objects(RankCopies(node_name(), size, host_room_bytes(), partner_rank))
@@ -479,27 +501,34 @@ def _complete(versions: Iterable[Version]) -> list[tuple[int, int]]:
     return sorted((key for key, parts in ranks.items() if len(parts) == key[1]), reverse=True)
 
 
-def _lay_out(fragments: Sequence[Fragment], memories: Sequence[Memory], share: Share) -> tuple[_Layout, list[Tensor]]:
-    """Return (the layout of a version, its tensors in this order)."""
+def _lay_out(states: Sequence[PartitionState], memories: Sequence[Memory], share: Share) -> _Layout:
+    """Return the layout of a version."""
+    spans: list[_Span] = []
     pieces: list[_Piece] = []
     tensors: list[_MemoryTensor] = []
-    values: list[Tensor] = []
     offset = 0
-    for fragment in fragments:
-        for kind, whole in fragment.values.items():
-            begin = share.part * whole.numel() // share.num_parts
-            end = (share.part + 1) * whole.numel() // share.num_parts
-            if begin < end:
-                pieces.append(_Piece(kind, fragment.parameter, fragment.start + begin, end - begin, offset))
-                values.append(whole if share.num_parts == 1 else whole[begin:end])
-                offset = _aligned(offset + 4 * (end - begin))
+    for state in states:
+        for kind, flat in state.values.items():
+            part = share.of(len(flat))
+            spans.append(_Span(offset, part.stop - part.start))
+            for piece in state.pieces:
+                begin = max(piece.offset, part.start)
+                length = min(piece.offset + piece.length, part.stop) - begin
+                if length > 0:
+                    start = piece.start + begin - piece.offset
+                    pieces.append(_Piece(kind, piece.parameter, start, length, offset + 4 * (begin - part.start)))
+            offset = _aligned(offset + 4 * (part.stop - part.start))
     for index, memory in enumerate(memories):
-        for tensor in (*memory.hidden, memory.document_BM):
+        for tensor in _tensors([memory]):
             name = str(tensor.dtype).removeprefix("torch.")
             tensors.append(_MemoryTensor(index, list(tensor.shape), name, offset))
-            values.append(tensor)
             offset = _aligned(offset + tensor.numel() * tensor.element_size())
-    return _Layout(pieces, tensors, offset), values
+    return _Layout(spans, pieces, tensors, offset)
+
+
+def _tensors(memories: Sequence[Memory]) -> list[Tensor]:
+    """Return the tensors of memories, in the order in which a slot stores them."""
+    return [tensor for memory in memories for tensor in (*memory.hidden, memory.document_BM)]
 
 
 def _aligned(offset: int) -> int:
@@ -513,7 +542,7 @@ def _bytes_of(content: mmap.mmap) -> Tensor:
 
 def _views(values: Tensor, layout: _Layout) -> list[Tensor]:
     """Return the tensors of a layout as views of the values of a slot."""
-    views = [_view(values, piece.offset, [piece.length], torch.float32) for piece in layout.pieces]
+    views = [_view(values, span.offset, [span.length], torch.float32) for span in layout.spans]
     for tensor in layout.memories:
         views.append(_view(values, tensor.offset, tensor.shape, getattr(torch, tensor.dtype)))
     return views

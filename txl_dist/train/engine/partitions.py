@@ -14,7 +14,7 @@ This module reads attributes of DeepSpeed's optimizers (0.19), but does not impo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -50,11 +50,21 @@ class Partition(NamedTuple):
     pieces: list[PartitionPiece]
 
 
+class PartitionState(NamedTuple):
+    """Values of a partition that a checkpoint stores. Padded parameters are separate states, without padding."""
+
+    pieces: list[PartitionPiece]
+    values: dict[str, Tensor]
+    """Flat fp32 tensor by kind: `weight`, or a name in the optimizer's state such as `exp_avg`. The tensors are views,
+    or copies if the parameter is padded. They have the same length."""
+    step: float
+    """Number of updates that the optimizer has counted."""
+
+
 class Fragment(NamedTuple):
     """Piece of a parameter with its weights and optimizer state, as a checkpoint stores it.
 
-    `values` maps a kind (`weight`, or a name in the optimizer's state such as `exp_avg`) to a 1-D fp32 view, or to a
-    copy if the parameter is padded.
+    `values` has the same kinds as those of a `PartitionState`.
     """
 
     parameter: str
@@ -129,10 +139,10 @@ def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
         offset += slice_len
 
 
-def fragments(
+def partition_states(
     partitions: list[Partition], optimizer: torch.optim.Optimizer, *, padded: Mapping[str, PaddedAxes]
-) -> Iterator[Fragment]:
-    """Yield the pieces of the partitions with their values. `optimizer` is the torch optimizer.
+) -> Iterator[PartitionState]:
+    """Yield the values of the partitions. `optimizer` is the torch optimizer.
 
     Values of the parameters in `padded` are copies, without padding. All other values are views.
     """
@@ -145,16 +155,30 @@ def fragments(
         # torch counts updates per tensor, pytorch_optimizer per group.
         step_of_group = optimizer.param_groups[0].get("step", 0)
         step = float(state.get("step", step_of_group))
-        views_by_kind = {name: _views(flat, pieces) for name, flat in values.items()}
-        for index, piece in enumerate(pieces):
-            views = {name: all_views[index] for name, all_views in views_by_kind.items()}
-            axes = padded.get(piece.parameter)
-            if axes is None:
+        if not padded:
+            yield PartitionState(pieces, values, step)
+            continue
+        for piece in pieces:
+            start, length = _saved_place(piece, padded.get(piece.parameter))
+            saved = {name: _without_padding(flat, piece, padded.get(piece.parameter)) for name, flat in values.items()}
+            yield PartitionState([PartitionPiece(piece.parameter, start, 0, length)], saved, step)
+
+
+def _without_padding(flat: Tensor, piece: PartitionPiece, axes: PaddedAxes | None) -> Tensor:
+    """Return the values of a piece without padding, in a flat tensor. `axes` are those of a padded parameter."""
+    view = _view(flat, piece)
+    if axes is None:
+        return view
+    return axes.unpad_range(view, start=piece.start)
+
+
+def fragments(states: Iterable[PartitionState]) -> Iterator[Fragment]:
+    """Yield the pieces of all parameters with their values, as views of the states."""
+    for pieces, values, step in states:
+        for piece in pieces:
+            if piece.length:  # a piece of a padded parameter may have only padding
+                views = {name: _view(flat, piece) for name, flat in values.items()}
                 yield Fragment(piece.parameter, piece.start, views, step)
-                continue
-            copies = {name: axes.unpad_range(view, start=piece.start) for name, view in views.items()}
-            if len(copies[WEIGHT]):
-                yield Fragment(piece.parameter, axes.num_before(piece.start), copies, step)
 
 
 def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> str:
@@ -197,21 +221,6 @@ def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
     """Return the values of a piece as a view. `tensor` is the piece's partition, or an optimizer
     moment of the same shape."""
     return _flattened(tensor).narrow(0, piece.offset, piece.length)
-
-
-def _views(flat: Tensor, pieces: list[PartitionPiece]) -> Sequence[Tensor]:
-    """Return the values of each piece as a view of a flat tensor. The pieces are in the order of their places.
-
-    One split is several times as fast as a `narrow` per piece, and recovery asks for all pieces after each step.
-    """
-    lengths = []
-    end = 0
-    for piece in pieces:
-        lengths += [piece.offset - end, piece.length]
-        end = piece.offset + piece.length
-    lengths.append(flat.numel() - end)
-    views: Sequence[Tensor] = flat.split(lengths)
-    return views[1::2]
 
 
 def _flattened(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
-from txl_dist.train.engine.partitions import Fragment, Source
+from txl_dist.train.engine.partitions import Fragment, PartitionState, Source
 
 
 class Engine(Protocol):
@@ -90,9 +90,12 @@ class Engine(Protocol):
         Hidden states can have columns of zeros after the model width (`engine.pad_widths`).
         """
 
+    def partition_states(self) -> list[PartitionState]:
+        """Return weights and optimizer state of this rank, as flat tensors. They are views where possible, whose values
+        the next step changes."""
+
     def fragments(self) -> list[Fragment]:
-        """Return weights and optimizer state of this rank, as views where possible. The next step changes the values
-        of the views."""
+        """Return the same values as `partition_states`, divided into pieces of named parameters."""
 
     def loss_scale(self) -> dict[str, Any]:
         """Return the state of the fp16 loss scaling, as values for JSON. In other precisions it is an empty

@@ -52,11 +52,13 @@ from txl_dist.train.engine.optimizer import build_optimizer
 from txl_dist.train.engine.padding import PaddedAxes, pad_widths, pads_widths, stored_shapes
 from txl_dist.train.engine.partitions import (
     Fragment,
+    PartitionState,
     Source,
     fill,
     fragments,
     group_values,
     norms_of,
+    partition_states,
     partitions_of,
     squared_norms,
     swap_averages,
@@ -484,8 +486,12 @@ class ZeroEngine(Engine):
         return self.model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
 
     @override
+    def partition_states(self) -> list[PartitionState]:
+        return list(partition_states(self._partitions, self._base_optimizer, padded=self._padded))
+
+    @override
     def fragments(self) -> list[Fragment]:
-        return list(fragments(self._partitions, self._base_optimizer, padded=self._padded))
+        return list(fragments(self.partition_states()))
 
     @override
     def loss_scale(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from txl_dist.distributed.recovery.slot_file import Version
 from txl_dist.model.memory import Memory
 from txl_dist.train.checkpoint.slot_copy import PinnedSlotCopy
 from txl_dist.train.checkpoint.slots import Share, _lay_out, _Slot
-from txl_dist.train.engine.partitions import Fragment
+from txl_dist.train.engine.partitions import PartitionPiece, PartitionState
 
 
 class FakeCuda:
@@ -76,8 +76,9 @@ def slot_of(folder: Path, copy: PinnedSlotCopy) -> _Slot:
 
 def write(slot: _Slot, copy: PinnedSlotCopy, serial: int, *, length: int = 5) -> None:
     weight = torch.full((length,), float(serial))
-    layout, values = _lay_out([Fragment("a", 0, {"weight": weight}, 1.0)], [], Share(0, 1))
-    slot.write(Version(serial, 1, 0), layout, values, b"{}", copy.mark(), lambda: None)
+    state = PartitionState([PartitionPiece("a", 0, 0, length)], {"weight": weight}, 1.0)
+    layout = _lay_out([state], [], Share(0, 1))
+    slot.write(Version(serial, 1, 0), layout, [weight], b"{}", copy.mark(), lambda: None)
 
 
 def test_a_copy_waits_for_the_work_before_it_and_runs_on_a_stream_of_its_own(tmp_path: Path, cuda: FakeCuda) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from txl_dist.errors import CheckpointError, ConfigError, TrainingError
 from txl_dist.model.memory import Memory
 from txl_dist.train.checkpoint import slots as slots_module
 from txl_dist.train.checkpoint.slots import Share, StateSlots
-from txl_dist.train.engine.partitions import Fragment
+from txl_dist.train.engine.partitions import PartitionPiece, PartitionState
 from txl_dist.train.stability import Health
 from txl_dist.train.state import TrainState
 
@@ -85,10 +86,11 @@ def state_of(step: int, rank: int = 0) -> TrainState:
 
 def engine_of(step: int, *, start: int = 0, length: int = 10) -> Any:
     values = torch.arange(start, start + length, dtype=torch.float32)
-    fragment = Fragment("w", start, {"weight": values + step, "exp_avg": values - step}, float(step))
+    piece = PartitionPiece("w", start, offset=0, length=length)
+    state = PartitionState([piece], {"weight": values + step, "exp_avg": values - step}, float(step))
     loaded: dict[str, Any] = {}
     return SimpleNamespace(
-        fragments=lambda: [fragment],
+        partition_states=lambda: [state],
         loss_scale=lambda: {"cur_scale": 2.0},
         load=lambda source, *, loss_scale: loaded.update(source=source, loss_scale=loss_scale),
         loaded=loaded,
@@ -186,6 +188,25 @@ def test_at_stage_0_each_rank_stores_a_share_and_all_read_the_whole(
     assert torch.equal(read, torch.arange(10.0) + 1)
 
 
+def test_a_share_that_ends_within_a_parameter_is_read_with_the_shares_of_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A flat tensor with three pieces of parameters, and values between them that belong to none."""
+    pieces = [PartitionPiece("a", 0, 1, 4), PartitionPiece("b", 5, 6, 7), PartitionPiece("c", 0, 13, 2)]
+    flat = torch.arange(100.0, 116.0)
+    engine = engine_of(1)
+    engine.partition_states = lambda: [PartitionState(pieces, {"weight": flat, "exp_avg": -flat}, 1.0)]
+    ranks = Ranks(monkeypatch, tmp_path, 3, shares=True)
+    for slots in ranks.slots:
+        slots.store(state_of(1), engine, {})
+        slots.wait()
+    source = ranks.newest(1).source
+    for name, start, offset, length in pieces:
+        expected = flat[offset : offset + length]
+        assert torch.equal(source.read("weight", name, start=start, length=length), expected)
+        assert torch.equal(source.read("exp_avg", name, start=start, length=length), -expected)
+
+
 def test_a_value_that_no_rank_of_the_node_has_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranks = Ranks(monkeypatch, tmp_path, 1)
     store(ranks.slots[0], 1)
@@ -259,6 +280,28 @@ def test_a_slot_grows_with_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert torch.equal(
         ranks.newest(0).source.read("weight", "w", start=199_990, length=10), torch.arange(199_990.0, 200_000.0) + 3
     )
+
+
+def test_a_version_with_other_kinds_and_another_memory_than_the_last_is_read_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first version has no moments, and a memory may grow."""
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    first = engine_of(1)
+    (state,) = first.partition_states()
+    first.partition_states = lambda: [state._replace(values={"weight": state.values["weight"]})]
+    ranks.slots[0].store(state_of(1), first, {})
+    ranks.slots[0].wait()
+    assert ranks.newest(0).source.kinds_of("w") == ["weight"]
+    hidden_BMD = torch.arange(40.0).view(2, 5, 4)
+    memory = Memory((hidden_BMD, hidden_BMD.bfloat16()), torch.full((2, 5), 2))
+    ranks.slots[0].store(replace(state_of(2), memories=(memory,)), engine_of(2), {})
+    ranks.slots[0].wait()
+    stored = ranks.newest(0)
+    assert torch.equal(stored.source.read("exp_avg", "w", start=0, length=10), torch.arange(10.0) - 2)
+    assert len(stored.memories) == 1
+    assert torch.equal(stored.memories[0].hidden[0], hidden_BMD)
+    assert torch.equal(stored.memories[0].hidden[1], hidden_BMD.bfloat16())
 
 
 def test_memory_that_is_missing_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
