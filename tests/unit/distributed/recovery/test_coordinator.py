@@ -16,12 +16,21 @@ class Job:
     """A coordinator with agents that answer as told."""
 
     def __init__(
-        self, nodes: str = "aaa", *, max_in_row: int = 3, on_loss: str = "stop", max_ranks: int = 4, num_ranks: int = 0
+        self,
+        nodes: str = "aaa",
+        *,
+        silent_s: float = 6.0,
+        max_in_row: int = 3,
+        on_loss: str = "stop",
+        max_ranks: int = 4,
+        num_ranks: int = 0,
     ) -> None:
         """`nodes` has a letter per agent: its node. The first `num_ranks` agents have ranks, or all of them."""
         self.now_s = 100.0
         size = num_ranks or len(nodes)
-        self.coordinator = Coordinator(size, silent_s=6.0, max_in_row=max_in_row, on_loss=on_loss, max_ranks=max_ranks)
+        self.coordinator = Coordinator(
+            size, silent_s=silent_s, max_in_row=max_in_row, on_loss=on_loss, max_ranks=max_ranks
+        )
         for number, node in enumerate(nodes):
             self.greet(number, node)
         self.told()
@@ -122,6 +131,15 @@ def test_of_ranks_without_progress_the_one_that_the_others_wait_for_is_killed() 
     job.status(0, idle_s=LIMIT_S + 2, waits=False)  # an error has taken it out of its collective
     job.coordinator.tick(job.now_s)
     assert job.kinds() == []
+
+
+def test_a_rank_that_holds_the_interpreter_since_its_last_collective_is_killed_and_not_those_that_wait() -> None:
+    """Its last heartbeat said that it waits. Its limit ends before the silence limit."""
+    job = Job("aa", silent_s=3 * LIMIT_S)
+    job.status(0, idle_s=LIMIT_S + 1, silent_s=LIMIT_S + 1, waits=True)
+    job.status(1, idle_s=LIMIT_S + 1, waits=True)
+    job.coordinator.tick(job.now_s)
+    assert job.kinds() == [(0, "kill")]
 
 
 def test_the_same_loss_twice_ends_the_job_with_its_reason() -> None:
