@@ -30,6 +30,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +171,8 @@ class _Slot(SlotFile):
         self.seal(version, layout.num_bytes, len(self._table), len(facts))
 
 
-class StoredState(NamedTuple):
+@dataclass
+class StoredState:
     """Version that all ranks have stored. `step` and `stream` are the same on every rank."""
 
     step: int
@@ -183,14 +185,20 @@ class StoredState(NamedTuple):
     """Memories of this rank's lanes (batch rows), one per micro-batch."""
 
     def load(self, engine: Engine) -> TrainState:
-        """Load the version into a new engine, and return the training state. All ranks call it together."""
-        engine.load(self.source, loss_scale=self.facts["loss_scale"])
+        """Load the version into a new engine, and return the training state. All ranks call it together, once.
+
+        The values are released, because this object stays until the next loss: the memories, and the slots of other
+        ranks, which may have been fetched into memory of this process.
+        """
+        source, memories = self.source, self.memories
+        self.source, self.memories = SlotSource([], {}), ()
+        engine.load(source, loss_scale=self.facts["loss_scale"])
         return TrainState(
             step=self.step,
             tokens_seen=self.facts["tokens"],
             health=Health.from_dict(self.facts["health"]),
             stream=self.stream,
-            memories=self.memories,
+            memories=memories,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -108,11 +109,12 @@ def test_what_is_stored_is_read_bit_for_bit(monkeypatch: pytest.MonkeyPatch, tmp
     store(ranks.slots[0], 2)
     stored = ranks.newest(0)
     engine = engine_of(0)
+    source = stored.source
     state = stored.load(engine)
     assert (state.step, state.tokens_seen, state.health) == (2, 14, state_of(2).health)
-    assert torch.equal(stored.source.read("exp_avg", "w", start=3, length=4), torch.arange(3.0, 7.0) - 2)
-    assert stored.source.kinds_of("w") == ["weight", "exp_avg"]
-    assert stored.source.step_of("w") == 2.0
+    assert torch.equal(source.read("exp_avg", "w", start=3, length=4), torch.arange(3.0, 7.0) - 2)
+    assert source.kinds_of("w") == ["weight", "exp_avg"]
+    assert source.step_of("w") == 2.0
     assert engine.loaded["loss_scale"] == {"cur_scale": 2.0}
     for memory, expected in zip(state.memories, state_of(2).memories, strict=True):
         for one, other in zip(
@@ -322,6 +324,24 @@ def test_copies_that_do_not_fit_are_refused_with_their_size(monkeypatch: pytest.
     monkeypatch.setattr(slots_module, "host_room_bytes", lambda: 1000.0)
     with pytest.raises(ConfigError, match=r"They need \S+ KiB on \S+, but 1 KiB are free\..*set recover\.spares to 0"):
         ranks.slots[0].check_room(state_of(1), engine_of(1))
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_a_loaded_version_keeps_neither_memories_nor_slots_of_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, world_size: int
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 2)
+    store_all(ranks, 1)
+    ranks.begin(world_size)
+    stored = ranks.newest(0)
+    state = stored.load(SimpleNamespace(load=lambda source, *, loss_scale: None))
+    memory = weakref.ref(state.memories[0].hidden[0])
+    del state
+    ranks.slots.clear()
+    gc.collect()
+    assert memory() is None
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert stored.step == 1
 
 
 def test_reading_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
