@@ -7,9 +7,11 @@
 The program starts `txl launch` on a small corpus and strikes its ranks at random moments, from outside. In the first
 form it strikes again a second after each recovery. The table gives the seconds between a strike and the line that
 reports the first step of the new generation, and the steps that were made again. The last rank is never struck. The
-table shows by how much its memory and its number of sockets have grown, and how many ranks were replaced although they
-were not struck. In the second form one rank is killed every
-`--every` seconds, and the table gives the share of the time in which new steps were made. It runs on CPUs only.
+table shows by how much its number of sockets and its own memory (the most within a step, without the copies of states)
+have grown, and how many ranks were replaced although they were not struck. Standard error says why they were.
+
+In the second form one rank is killed every `--every` seconds, and the table gives the share of the time in which new
+steps were made. It runs on CPUs only. A job ends after PER_HOUR losses within an hour, so more strikes are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +32,9 @@ import psutil
 
 from tools.benchmarks.measure_ends import launched_ranks, prepare_corpus, start_launcher
 from tools.benchmarks.measuring import announced, positive
+from txl_dist.console.formatting import counted
 from txl_dist.distributed.recovery.seat import read_seat
+from txl_dist.distributed.recovery.verdicts import PER_HOUR
 from txl_dist.report.recoveries import PHASES
 
 SILENT_S = 3.0
@@ -42,6 +46,8 @@ WHAT = {
     "again": "a second rank is killed 0.1 s later, during the recovery",
     "freeze": f"one rank is stopped by SIGSTOP (recover.silent_s = {SILENT_S:g})",
 }
+TWICE = ("pair", "again")
+"""Kinds of strikes that lose two ranks."""
 HOW = {
     "recover": "recovery inside the job",
     "restart": "the same command is started again",
@@ -63,8 +69,8 @@ class Recovery(NamedTuple):
     """Seconds from the strike to the report of the first step of the new generation."""
     steps_again: int
     """Finished steps that were made again."""
-    others_replaced: int
-    """Number of ranks that were replaced although they were not struck."""
+    others_replaced: list[str]
+    """Losses of ranks that were replaced although they were not struck."""
     why: str
     """Causes of the losses, and seconds by phase."""
 
@@ -80,6 +86,8 @@ class Metrics:
         self.num_recovered = 0
         self.why = ""
         """Causes of the last losses, and seconds by phase of the recovery."""
+        self.losses: list[str] = []
+        """All losses so far, each with its rank, process and cause."""
         self.step_s: list[float] = []
         """Seconds of each step."""
 
@@ -104,6 +112,7 @@ class Metrics:
             self.step_s.append(record["step_ms"] / 1000)
         elif record.get("event") == "recovered":
             self.num_recovered += 1
+            self.losses += record["why"].split("; ")
             self.why = f"{record['why']}: " + ", ".join(f"{name} {record[name]:.2f}" for name in PHASES)
 
 
@@ -179,7 +188,10 @@ def strike(job: Job, what: str, survivor: psutil.Process) -> Recovery:
     """Strike one or two ranks, but not `survivor`, and wait until the job has recovered."""
     metrics = job.metrics
     ranks = [rank for rank in find_ranks(job.launcher) if rank != survivor]
-    victims = random.sample(ranks, k=2 if what in ("pair", "again") else 1)
+    num_victims = 2 if what in TWICE else 1
+    if len(ranks) < num_victims:
+        job.fail(f"only {len(ranks)} of the ranks to strike run")
+    victims = random.sample(ranks, k=num_victims)
     metrics.read_on()
     before, again = metrics.num_recovered, metrics.steps_again
     start_s = time.monotonic()
@@ -187,13 +199,40 @@ def strike(job: Job, what: str, survivor: psutil.Process) -> Recovery:
     if what == "again":
         time.sleep(0.1)
         start_s = time.monotonic()
-    if len(victims) == 2:
+    if num_victims == 2:
         victims[1].kill()
     end_s = job.wait_until(lambda: metrics.num_recovered > before)
     job.wait_for_steps(1)
     others = [rank for rank in (*ranks, survivor) if rank not in victims]
-    others_replaced = sum(not rank.is_running() for rank in others)
-    return Recovery(end_s - start_s, metrics.steps_again - again, others_replaced, metrics.why)
+    replaced = [loss_of(rank.pid, metrics.losses) for rank in others if not rank.is_running()]
+    for loss in replaced:
+        print(f"replaced, but not struck: {loss}", file=sys.stderr, flush=True)
+    return Recovery(end_s - start_s, metrics.steps_again - again, replaced, metrics.why)
+
+
+def loss_of(pid: int, losses: Sequence[str]) -> str:
+    """Return the last of the losses whose process had this id."""
+    found = [loss for loss in losses if f"(pid {pid})" in loss]
+    return found[-1] if found else f"process {pid}, whose loss is not recorded yet"
+
+
+def most_memory(job: Job, process: psutil.Process) -> float:
+    """Return the most memory in MiB that a process has of its own during the next step, without shared memory.
+
+    A step takes and returns hundreds of MiB in a model of 40 million weights, so one look compares different moments.
+    """
+    most = 0.0
+
+    def look() -> bool:
+        nonlocal most
+        info = process.memory_info()
+        most = max(most, (info.rss - info.shared) / 2**20)
+        return job.metrics.highest_step > first_step
+
+    job.metrics.read_on()
+    first_step = job.metrics.highest_step
+    job.wait_until(look)
+    return most
 
 
 def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Namespace) -> str:
@@ -204,19 +243,22 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
     job.wait_for_steps(5)
     time.sleep(SPARE_S)
     survivor = find_ranks(job.launcher)[-1]
-    rss: list[float] = []
+    memory: list[float] = []
     sockets: list[int] = []
     recoveries = []
     for _ in range(arguments.strikes):
         time.sleep(0.5 + random.random())
         job.wait_for_steps(1)
-        recoveries.append(strike(job, what, survivor))
-        if not survivor.is_running():
-            survivor = find_ranks(job.launcher)[-1]
-            rss.clear()
-            sockets.clear()
-        rss.append(survivor.memory_info().rss / 2**20)
-        sockets.append(len(survivor.net_connections()))
+        try:
+            recoveries.append(strike(job, what, survivor))
+            if not survivor.is_running():
+                survivor = find_ranks(job.launcher)[-1]
+                memory.clear()
+                sockets.clear()
+            memory.append(most_memory(job, survivor))
+            sockets.append(len(survivor.net_connections()))
+        except psutil.NoSuchProcess as gone:
+            job.fail(f"process {gone.pid} has ended, but was not struck. The job may have ended: see above")
     job.end()
     slowest = max(recoveries)
     print(f"slowest: {slowest.seconds:.2f} s: {slowest.why}", file=sys.stderr)
@@ -233,8 +275,8 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
         f"{times[int(0.95 * (len(times) - 1))]:.2f}",
         f"{times[-1]:.2f}",
         f"{again}",
-        f"{sum(recovery.others_replaced for recovery in recoveries)}",
-        f"{rss[0]:.0f} to {rss[-1]:.0f}",
+        f"{sum(len(recovery.others_replaced) for recovery in recoveries)}",
+        f"{memory[0]:.0f} to {memory[-1]:.0f}",
         f"{sockets[0]} to {sockets[-1]}",
     ]
     return f"| {' | '.join(columns)} |"
@@ -255,10 +297,10 @@ def measure_goodput(folder: Path, how: str, arguments: argparse.Namespace) -> st
     while time.monotonic() < start_s + 60 * arguments.minutes:
         time.sleep(0.02)
         metrics.read_on()
-        if how != "none" and time.monotonic() > next_s:
+        if how != "none" and time.monotonic() > next_s and not job.has_ended:
             next_s += arguments.every
             ranks = find_ranks(job.launcher) if how == "recover" else launched_ranks(job.launcher)
-            if ranks and not job.has_ended:
+            if ranks:
                 random.choice(ranks).kill()
                 num_kills += 1
         if job.has_ended:
@@ -273,6 +315,21 @@ def measure_goodput(folder: Path, how: str, arguments: argparse.Namespace) -> st
     num_steps = metrics.highest_step - first_step
     share = num_steps * statistics.median(metrics.step_s) / wall_s
     return f"| {HOW[how]} | {num_kills} | {num_starts} | {num_steps} | {metrics.steps_again} | {100 * share:.1f} % |"
+
+
+def check_number(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse more strikes on one run than a job survives within an hour."""
+    if arguments.minutes:
+        if "recover" in arguments.how and min(arguments.minutes, 60.0) * 60 > PER_HOUR * arguments.every:
+            least = min(arguments.minutes, 60.0) * 60 / PER_HOUR
+            parser.error(f"a job ends after {PER_HOUR} losses within an hour: type --every {least:g} or more")
+        return
+    each = max(2 if what in TWICE else 1 for what in arguments.what)
+    if each * arguments.strikes > PER_HOUR:
+        parser.error(
+            f"a job ends after {PER_HOUR} losses within an hour: type --strikes {PER_HOUR // each} or fewer, because "
+            f"one strike loses up to {counted(each, 'rank')}"
+        )
 
 
 def main() -> None:
@@ -290,6 +347,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.ranks < 2:
         parser.error("--ranks must be at least 2: one rank is never struck")
+    check_number(parser, arguments)
     random.seed(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -240,6 +240,9 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, wa
         ("benchmarks/measure_copies", ["--steps", "0"], "--steps: 0 is not a whole number of 1 or more"),
         ("benchmarks/measure_ends", ["--cases", "fire"], "--cases: invalid choice: 'fire'"),
         ("benchmarks/measure_recovery", ["--ranks", "1"], "--ranks must be at least 2: one rank is never struck"),
+        ("benchmarks/measure_recovery", ["--strikes", "121"], "after 120 losses within an hour: type --strikes 120 or"),
+        ("benchmarks/measure_recovery", ["--strikes", "61", "--what", "kill", "again"], "type --strikes 60 or fewer"),
+        ("benchmarks/measure_recovery", ["--minutes", "90", "--every", "20"], "type --every 30 or more"),
     ],
 )
 def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(
