@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -55,6 +56,8 @@ HOW = {
 }
 
 RECOVER = ["--recover.spares", "1", "--recover.silent_s", f"{SILENT_S:g}", "--recover.max_in_row", "10"]
+RECOVER += ["--engine.timeout_s", "60"]
+"""Settings of the runs. With the limit of `measure_ends`, 4 s, a rank on a busy machine counts as hung."""
 STRIKES_HEAD = (
     "| stage | ranks | what | strikes | step, ms | median, s | 95 %, s | maximum, s | steps made again | "
     "others replaced | memory of a survivor, MiB | its sockets |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
@@ -69,8 +72,6 @@ class Recovery(NamedTuple):
     """Seconds from the strike to the report of the first step of the new generation."""
     steps_again: int
     """Finished steps that were made again."""
-    others_replaced: list[str]
-    """Losses of ranks that were replaced although they were not struck."""
     why: str
     """Causes of the losses, and seconds by phase."""
 
@@ -145,6 +146,8 @@ class Job:
     def __init__(self, folder: Path, *words: str, run: Path, num_ranks: int) -> None:
         """Start the run and wait for its first step."""
         self.metrics = Metrics(run)
+        self.struck: list[int] = []
+        """Processes that were struck."""
         self._output = folder / "output"
         self._process = start_launcher(folder, run, *words, num_ranks=num_ranks)
         self.launcher = psutil.Process(self._process.pid)
@@ -203,17 +206,13 @@ def strike(job: Job, what: str, survivor: psutil.Process) -> Recovery:
         victims[1].kill()
     end_s = job.wait_until(lambda: metrics.num_recovered > before)
     job.wait_for_steps(1)
-    others = [rank for rank in (*ranks, survivor) if rank not in victims]
-    replaced = [loss_of(rank.pid, metrics.losses) for rank in others if not rank.is_running()]
-    for loss in replaced:
-        print(f"replaced, but not struck: {loss}", file=sys.stderr, flush=True)
-    return Recovery(end_s - start_s, metrics.steps_again - again, replaced, metrics.why)
+    job.struck += [victim.pid for victim in victims]
+    return Recovery(end_s - start_s, metrics.steps_again - again, metrics.why)
 
 
-def loss_of(pid: int, losses: Sequence[str]) -> str:
-    """Return the last of the losses whose process had this id."""
-    found = [loss for loss in losses if f"(pid {pid})" in loss]
-    return found[-1] if found else f"process {pid}, whose loss is not recorded yet"
+def not_struck(losses: Sequence[str], struck: Sequence[int]) -> list[str]:
+    """Return the losses of ranks whose processes were not struck. A loss is named again if no step followed it."""
+    return [loss for loss in dict.fromkeys(losses) if not any(f"(pid {pid})" in loss for pid in struck)]
 
 
 def most_memory(job: Job, process: psutil.Process) -> float:
@@ -249,17 +248,21 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
     for _ in range(arguments.strikes):
         time.sleep(0.5 + random.random())
         job.wait_for_steps(1)
+        if not survivor.is_running():
+            survivor = find_ranks(job.launcher)[-1]
+            memory.clear()
+            sockets.clear()
         try:
             recoveries.append(strike(job, what, survivor))
-            if not survivor.is_running():
-                survivor = find_ranks(job.launcher)[-1]
-                memory.clear()
-                sockets.clear()
+        except psutil.NoSuchProcess as gone:
+            job.fail(f"process {gone.pid} had ended before it was struck, or the job has ended")
+        with suppress(psutil.NoSuchProcess):  # it was replaced
             memory.append(most_memory(job, survivor))
             sockets.append(len(survivor.net_connections()))
-        except psutil.NoSuchProcess as gone:
-            job.fail(f"process {gone.pid} has ended, but was not struck. The job may have ended: see above")
     job.end()
+    others = not_struck(job.metrics.losses, job.struck)
+    for loss in others:
+        print(f"replaced, but not struck: {loss}", file=sys.stderr)
     slowest = max(recoveries)
     print(f"slowest: {slowest.seconds:.2f} s: {slowest.why}", file=sys.stderr)
     times = sorted(recovery.seconds for recovery in recoveries)
@@ -275,9 +278,9 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
         f"{times[int(0.95 * (len(times) - 1))]:.2f}",
         f"{times[-1]:.2f}",
         f"{again}",
-        f"{sum(len(recovery.others_replaced) for recovery in recoveries)}",
-        f"{memory[0]:.0f} to {memory[-1]:.0f}",
-        f"{sockets[0]} to {sockets[-1]}",
+        f"{len(others)}",
+        f"{memory[0]:.0f} to {memory[-1]:.0f}" if memory else "",
+        f"{sockets[0]} to {sockets[-1]}" if sockets else "",
     ]
     return f"| {' | '.join(columns)} |"
 

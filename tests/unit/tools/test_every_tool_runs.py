@@ -255,6 +255,13 @@ def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(
     assert said in capsys.readouterr().err
 
 
+def test_recovery_names_the_losses_of_ranks_that_were_not_struck_once() -> None:
+    from tools.benchmarks.measure_recovery import not_struck
+
+    struck, hung = "rank 1 on a (pid 12) was lost: SIGKILL", "rank 0 on a (pid 1) was lost: hung"
+    assert not_struck([struck, hung, hung], [12, 2]) == [hung]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
