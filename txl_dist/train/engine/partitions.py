@@ -153,23 +153,17 @@ def partition_states(
             if _is_moment(name, value, tensor):
                 values[name] = _flattened(value)
         # torch counts updates per tensor, pytorch_optimizer per group.
-        step_of_group = optimizer.param_groups[0].get("step", 0)
-        step = float(state.get("step", step_of_group))
+        step = float(state.get("step", optimizer.param_groups[0].get("step", 0)))
         if not padded:
             yield PartitionState(pieces, values, step)
             continue
         for piece in pieces:
-            start, length = _saved_place(piece, padded.get(piece.parameter))
-            saved = {name: _without_padding(flat, piece, padded.get(piece.parameter)) for name, flat in values.items()}
+            axes = padded.get(piece.parameter)
+            start, length = _saved_place(piece, axes)
+            saved = {name: _view(flat, piece) for name, flat in values.items()}
+            if axes is not None:
+                saved = {name: axes.unpad_range(view, start=piece.start) for name, view in saved.items()}
             yield PartitionState([PartitionPiece(piece.parameter, start, 0, length)], saved, step)
-
-
-def _without_padding(flat: Tensor, piece: PartitionPiece, axes: PaddedAxes | None) -> Tensor:
-    """Return the values of a piece without padding, in a flat tensor. `axes` are those of a padded parameter."""
-    view = _view(flat, piece)
-    if axes is None:
-        return view
-    return axes.unpad_range(view, start=piece.start)
 
 
 def fragments(states: Iterable[PartitionState]) -> Iterator[Fragment]:
