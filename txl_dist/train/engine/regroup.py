@@ -21,6 +21,7 @@ gloo does not end everything whose sockets are shut down, and offers no other wa
 
 So with recovery the main thread leaves them behind: see `end_waits_if`. The thread of gloo that is stuck ends with the
 timeout, and keeps the tensors of its collective until then. It does not touch them, because their socket is closed.
+While the engine is built the timeout is `engine.start_timeout_s`, and the tensors are the weights.
 
 On a GPU a collective of NCCL runs on the device, where no socket can be shut down. `NcclCut` aborts its communicators
 too. This part has not been run on a GPU. Its tests run on a CPU, with fakes.
