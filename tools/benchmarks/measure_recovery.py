@@ -6,12 +6,12 @@
 
 The program starts `txl launch` on a small corpus and strikes its ranks at random moments, from outside. In the first
 form it strikes again a second after each recovery. The table gives the seconds between a strike and the line that
-reports the first step of the new generation, and the steps that were made again. The last rank is never struck. The
-table shows by how much its number of sockets and its own memory (the most within a step, without the copies of states)
-have grown, and how many ranks were replaced although they were not struck. Standard error says why they were.
+reports the first step of the new generation, and the steps that were made again. It shows how many ranks were replaced
+although they were not struck, and standard error says why. The last rank is never struck. The table shows by how much
+its number of sockets and its memory have grown: the most within a step, without the copies of states.
 
 In the second form one rank is killed every `--every` seconds, and the table gives the share of the time in which new
-steps were made. It runs on CPUs only. A job ends after PER_HOUR losses within an hour, so more strikes are refused.
+steps were made. It runs on CPUs only. A job ends after 120 losses within an hour, so more strikes are refused.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ HOW = {
 }
 
 RECOVER = ["--recover.spares", "1", "--recover.silent_s", f"{SILENT_S:g}", "--recover.max_in_row", "10"]
-RECOVER += ["--engine.timeout_s", "60"]
-"""Settings of the runs. With the limit of `measure_ends`, 4 s, a rank on a busy machine counts as hung."""
+LIMITS = ["--engine.timeout_s", "60"]
+"""Settings of all runs. With the limit of `measure_ends`, 4 s, a rank on a busy machine counts as hung."""
 STRIKES_HEAD = (
     "| stage | ranks | what | strikes | step, ms | median, s | 95 %, s | maximum, s | steps made again | "
     "others replaced | memory of a survivor, MiB | its sockets |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
@@ -215,14 +215,14 @@ def not_struck(losses: Sequence[str], struck: Sequence[int]) -> list[str]:
     return [loss for loss in dict.fromkeys(losses) if not any(f"(pid {pid})" in loss for pid in struck)]
 
 
-def most_memory(job: Job, process: psutil.Process) -> float:
+def peak_memory_mib(job: Job, process: psutil.Process) -> float:
     """Return the most memory in MiB that a process has of its own during the next step, without shared memory.
 
     A step takes and returns hundreds of MiB in a model of 40 million weights, so one look compares different moments.
     """
     most = 0.0
 
-    def look() -> bool:
+    def step_is_finished() -> bool:
         nonlocal most
         info = process.memory_info()
         most = max(most, (info.rss - info.shared) / 2**20)
@@ -230,14 +230,14 @@ def most_memory(job: Job, process: psutil.Process) -> float:
 
     job.metrics.read_on()
     first_step = job.metrics.highest_step
-    job.wait_until(look)
+    job.wait_until(step_is_finished)
     return most
 
 
 def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Namespace) -> str:
     """Strike a run `arguments.strikes` times. Return a row of the table."""
     run = folder / f"run-{stage}-{what}"
-    words = ["--engine.zero_stage", str(stage), *RECOVER, *arguments.settings]
+    words = ["--engine.zero_stage", str(stage), *LIMITS, *RECOVER, *arguments.settings]
     job = Job(folder, *words, run=run, num_ranks=arguments.ranks)
     job.wait_for_steps(5)
     time.sleep(SPARE_S)
@@ -257,7 +257,7 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
         except psutil.NoSuchProcess as gone:
             job.fail(f"process {gone.pid} had ended before it was struck, or the job has ended")
         with suppress(psutil.NoSuchProcess):  # it was replaced
-            memory.append(most_memory(job, survivor))
+            memory.append(peak_memory_mib(job, survivor))
             sockets.append(len(survivor.net_connections()))
     job.end()
     others = not_struck(job.metrics.losses, job.struck)
@@ -288,8 +288,8 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
 def measure_goodput(folder: Path, how: str, arguments: argparse.Namespace) -> str:
     """Kill a rank every `arguments.every` seconds of `arguments.minutes`. Return a row of the table."""
     run = folder / f"run-{how}"
-    words = ["--engine.zero_stage", str(arguments.stages[0]), "--checkpoint.every_steps", "100", *arguments.settings]
-    words += RECOVER if how == "recover" else []
+    words = ["--engine.zero_stage", str(arguments.stages[0]), "--checkpoint.every_steps", "100", *LIMITS]
+    words += [*(RECOVER if how == "recover" else []), *arguments.settings]
     job = Job(folder, *words, run=run, num_ranks=arguments.ranks)
     job.wait_for_steps(1)
     metrics = job.metrics
@@ -320,7 +320,7 @@ def measure_goodput(folder: Path, how: str, arguments: argparse.Namespace) -> st
     return f"| {HOW[how]} | {num_kills} | {num_starts} | {num_steps} | {metrics.steps_again} | {100 * share:.1f} % |"
 
 
-def check_number(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+def check_num_losses(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Refuse more strikes on one run than a job survives within an hour."""
     if arguments.minutes:
         if "recover" in arguments.how and min(arguments.minutes, 60.0) * 60 > PER_HOUR * arguments.every:
@@ -350,7 +350,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.ranks < 2:
         parser.error("--ranks must be at least 2: one rank is never struck")
-    check_number(parser, arguments)
+    check_num_losses(parser, arguments)
     random.seed(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,7 +1,7 @@
 """Judgements about the ranks of a job, as pure functions of what the coordinator has heard from their agents.
 
     frozen   no thread of the rank runs: no heartbeat for `silent_s`, and another rank makes no progress either
-    hung     threads run, but no rank makes progress, and the others wait for this one
+    hung     no rank makes progress, and the others wait for this one
     lost     the process has ended. `why_not_again` says whether a replacement makes sense
 
 Whether an agent itself is silent, and whether a rank is late for the next generation, is a comparison of two times in

@@ -103,7 +103,7 @@ class InJobRecovery(Recovery):
     """Recovery of a run in which lost ranks are replaced."""
 
     def __init__(self, member: Member, ranks: RankInfo, *, share: Share, partner_every: int) -> None:
-        """Open the slots of this rank. `share` is the part of each parameter that this rank stores.
+        """Open the slots of this rank. `share` is the part of each partition that this rank stores.
 
         With recover.copies=partner the rank connects to its partner, so all ranks call it together. Raises ConfigError
         if there is no other node.

@@ -4,7 +4,7 @@
     content    [values] [table: JSON] [facts: JSON], in a `SlotFile`
 
 Each rank stores its pieces of weights and optimizer state, its memories, and the small values of `TrainState`. At ZeRO
-stage 0 all ranks hold the same weights, so each rank of a node stores a share of every parameter.
+stage 0 all ranks hold the same weights, so each rank of a node stores a share of every partition.
 
 One rule commits a step: a rank enters the reduction of step N + 1 only after its version N is stored (`wait`). So when
 any rank has passed that reduction, all ranks have stored version N. Ranks never differ by more than one version, and
@@ -61,7 +61,7 @@ _ALIGNED = 64
 
 
 class Share(NamedTuple):
-    """Part of every flat tensor that a rank stores: part number `part`, from 0, of `num_parts` equal parts."""
+    """Part of every partition that a rank stores: part number `part`, from 0, of `num_parts` equal parts."""
 
     part: int
     num_parts: int
@@ -216,7 +216,7 @@ class StateSlots:
         partner: Partner | None = None,
         copy: SlotCopy | None = None,
     ) -> None:
-        """Open the slots at these paths. `share` is the part of each parameter that this rank stores.
+        """Open the slots at these paths. `share` is the part of each partition that this rank stores.
 
         `rank` and `world_size` are those of the present job. `others` are slots of this node whose ranks are no part of
         the job any more. One rank of the node gets them. `partner` keeps copies on another node. `copy` copies values
@@ -235,9 +235,10 @@ class StateSlots:
         """Serial number of the last version that was stored or loaded."""
         self._sent = 0
         """Serial number of the last version that the partner has acknowledged."""
-        self._form: object = None
         self._layout: _Layout | None = None
-        """Layout of the last version, used again while `_form`, the names and sizes of all values, is the same."""
+        """Layout of the last version, used again while `_layout_key` is the same."""
+        self._layout_key: object = None
+        """Pieces, kinds, shapes and types of all values of the last version."""
         self._next = 1
         self._thread = ThreadPoolExecutor(1, "state slots")
         self._writing: Future[None] | None = None
@@ -248,14 +249,15 @@ class StateSlots:
         `sums` are the values of the logging interval in progress, for JSON.
         """
         self.wait()
-        states = engine.partition_states()
+        partitions = engine.partition_states()
         memories = self._copy.unchanging(state.memories)
-        values = [flat[self._share.of(len(flat))] for one in states for flat in one.values.values()]
+        values = [flat[self._share.of(len(flat))] for partition in partitions for flat in partition.values.values()]
         values += _tensors(memories)
-        form = [(one.pieces, list(one.values)) for one in states], [(value.shape, value.dtype) for value in values]
-        if self._layout is None or form != self._form:
-            self._form = form
-            self._layout = _lay_out(states, memories, self._share)
+        places = [(partition.pieces, list(partition.values)) for partition in partitions]
+        key = places, [(value.shape, value.dtype) for value in values]
+        if self._layout is None or key != self._layout_key:
+            self._layout_key = key
+            self._layout = _lay_out(partitions, memories, self._share)
         facts = {
             "step": state.step,
             "tokens": state.tokens_seen,
@@ -263,7 +265,7 @@ class StateSlots:
             "stream": state.stream.to_dict(),
             "loss_scale": engine.loss_scale(),
             "interval": sums,
-            "counts": {piece.parameter: one.step for one in states for piece in one.pieces},
+            "counts": {piece.parameter: partition.step for partition in partitions for piece in partition.pieces},
             "share": self._share,
         }
         self._writing = self._thread.submit(self._write, self._next, self._layout, values, facts, self._copy.mark())
@@ -288,10 +290,11 @@ class StateSlots:
 
         Raises ConfigError on all ranks.
         """
-        states = engine.partition_states()
-        num_missing = max(0, _NUM_KINDS - max((len(one.values) for one in states), default=_NUM_KINDS))
-        num_weights = sum(len(one.values[WEIGHT]) for one in states) // self._share.num_parts
-        layout = _lay_out(states, state.memories, self._share)
+        partitions = engine.partition_states()
+        num_kinds = max((len(partition.values) for partition in partitions), default=_NUM_KINDS)
+        num_missing = max(0, _NUM_KINDS - num_kinds)
+        num_weights = sum(len(partition.values[WEIGHT]) for partition in partitions) // self._share.num_parts
+        layout = _lay_out(partitions, state.memories, self._share)
         size = layout.num_bytes + 4 * num_weights * num_missing
         partner_rank = None if self._partner is None else self._partner.rank
         copies = gather_objects(RankCopies(node_name(), size, host_room_bytes(), partner_rank))
@@ -509,17 +512,17 @@ def _complete(versions: Iterable[Version]) -> list[tuple[int, int]]:
     return sorted((key for key, parts in ranks.items() if len(parts) == key[1]), reverse=True)
 
 
-def _lay_out(states: Sequence[PartitionState], memories: Sequence[Memory], share: Share) -> _Layout:
-    """Return the layout of a version."""
+def _lay_out(partitions: Sequence[PartitionState], memories: Sequence[Memory], share: Share) -> _Layout:
+    """Return the layout of a version: each partition's tensors, then the memories."""
     spans: list[_Span] = []
     pieces: list[_Piece] = []
     tensors: list[_MemoryTensor] = []
     offset = 0
-    for state in states:
-        for kind, flat in state.values.items():
+    for partition in partitions:
+        for kind, flat in partition.values.items():
             part = share.of(len(flat))
             spans.append(_Span(offset, part.stop - part.start))
-            for piece in state.pieces:
+            for piece in partition.pieces:
                 begin = max(piece.offset, part.start)
                 length = min(piece.offset + piece.length, part.stop) - begin
                 if length > 0:

@@ -1,8 +1,8 @@
 """The optimizer state of this rank as pieces of named parameters, in the same form for all ZeRO stages.
 
 ZeRO cuts the fp32 weights and the optimizer's moments into flat tensors, differently for each stage and number of
-ranks. A `Partition` is one such tensor, with the places of the pieces of parameters in it. `fragments` yields the
-pieces as views, each with the name of its parameter and its place in the parameter. So a checkpoint can be loaded at
+ranks. A `Partition` is one such tensor, with the places of the pieces of parameters in it. `partition_states` adds
+the moments, and `fragments` divides both into pieces, each with the name of its parameter and its place in it. So a checkpoint can be loaded at
 any stage, on any number of ranks. Partitions contain the padding of widths (`engine.padding`), and fragments do not.
 
     stage 0        a partition per parameter, whole, on every rank
@@ -51,7 +51,8 @@ class Partition(NamedTuple):
 
 
 class PartitionState(NamedTuple):
-    """Values of a partition that a checkpoint stores. Padded parameters are separate states, without padding."""
+    """Values of a partition that a checkpoint stores, without padding. With padded widths each piece is a state of its
+    own."""
 
     pieces: list[PartitionPiece]
     values: dict[str, Tensor]
