@@ -2,8 +2,9 @@
 
 ZeRO cuts the fp32 weights and the optimizer's moments into flat tensors, differently for each stage and number of
 ranks. A `Partition` is one such tensor, with the places of the pieces of parameters in it. `partition_states` adds
-the moments, and `fragments` divides both into pieces, each with the name of its parameter and its place in it. So a checkpoint can be loaded at
-any stage, on any number of ranks. Partitions contain the padding of widths (`engine.padding`), and fragments do not.
+the moments. `fragments` divides both into pieces, each with the name of its parameter and its place in it. So a
+checkpoint can be loaded at any stage, on any number of ranks. Partitions contain the padding of widths
+(`engine.padding`). Their states and fragments do not.
 
     stage 0        a partition per parameter, whole, on every rank
     stages 1, 2    a partition per parameter group: this rank's slice of all its parameters, one after the other
