@@ -5,10 +5,10 @@
     python -m tools.benchmarks.measure_recovery --stages 1 --ranks 2 --strikes 1                the smallest size
 
 The program starts `txl launch` on a small corpus and strikes its ranks at random moments, from outside. In the first
-form it strikes again a second after each recovery. The table gives the seconds between a strike and the line that
-reports the first step of the new generation, and the steps that were made again. It shows how many ranks were replaced
-although they were not struck, and standard error says why. The last rank is never struck. The table shows by how much
-its number of sockets and its memory have grown: the most within a step, without the copies of states.
+form it strikes again after each recovery, at a random moment of a step. The table gives the seconds between a strike
+and the line that reports the first step of the new generation, and the steps that were made again. It shows how many
+ranks were replaced although they were not struck, and standard error says why. The last rank is never struck. The table
+shows by how much its number of sockets and its memory have grown: the most within a step, without the copies of states.
 
 In the second form one rank is killed every `--every` seconds, and the table gives the share of the time in which new
 steps were made. It runs on CPUs only. A job ends after 120 losses within an hour, so more strikes are refused.
@@ -246,8 +246,9 @@ def measure_strikes(folder: Path, what: str, stage: int, arguments: argparse.Nam
     sockets: list[int] = []
     recoveries = []
     for _ in range(arguments.strikes):
-        time.sleep(0.5 + random.random())
+        time.sleep(0.5)
         job.wait_for_steps(1)
+        time.sleep(random.random() * statistics.median(job.metrics.step_s))  # any moment of a step
         if not survivor.is_running():
             survivor = find_ranks(job.launcher)[-1]
             memory.clear()
