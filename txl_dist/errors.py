@@ -5,7 +5,8 @@ of these errors is raised. `assert` in this project is only for mistakes of prog
 message without a traceback and exits with `exit_code`.
 
 A message may contain names of files, fields and settings, and such names may contain line breaks. So each argument of
-an error is printed as one line: `raise ConfigError(first_line, second_line)` makes a message of two lines.
+an error is printed as one line: `raise ConfigError(first_line, second_line)` makes a message of two lines. A message
+may also contain a URL with a password or a signature, so no message shows these parts of a URL.
 """
 
 import re
@@ -24,11 +25,23 @@ _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 """Characters that must not reach a terminal: control characters, marks of writing direction, and lone surrogates."""
 _BREAKS = re.compile(r"[\t\n\u2028\u2029]")
 """Tab and the characters that end a line, which `one_line` escapes in addition."""
+_URL_UP_TO_USER = re.compile(r"(https?://)[^\s/?]*@", re.IGNORECASE)
+"""Scheme, user and password of a URL. A password may contain `@`."""
+_URL_UP_TO_QUERY = re.compile(r"""(https?://[^\s?]*)\?(?:\S*[^\s"'`.,:;)\]])?""", re.IGNORECASE)
+"""URL in a text, up to the end of its query. Quotes and punctuation marks after the URL belong to the text."""
 
 
 def escaped(text: str) -> str:
     """Return the text with a Python escape sequence in place of each character that would control a terminal."""
     return _STEERS.sub(_escape_sequence, text)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with only scheme, host and path of each http URL.
+
+    The user part can contain a password, and the query can contain a signature or a token.
+    """
+    return _URL_UP_TO_QUERY.sub(r"\1", _URL_UP_TO_USER.sub(r"\1", text))
 
 
 def one_line(text: str) -> str:
@@ -50,8 +63,8 @@ class TxlError(Exception):
     """Rank that raised the error and prints the message. The value is None before the ranks have joined the job."""
 
     def __str__(self) -> str:
-        """Return the message, one line per argument, with control characters escaped."""
-        return "\n".join(one_line(str(line)) for line in self.args)
+        """Return the message, one line per argument, with control characters escaped and no secret parts of URLs."""
+        return "\n".join(one_line(without_secrets(str(line))) for line in self.args)
 
 
 def missing_package(error: ModuleNotFoundError) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying, s3_code
-from txl_dist.errors import DataError, UnreachableError
+from txl_dist.errors import DataError, UnreachableError, without_secrets
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -55,7 +55,9 @@ class Bucket:
         `allow` contains schemes that are allowed in addition (`data.allow_protocols`). A request that fails is tried
         again up to `retries` times.
         """
-        self.location = url.rstrip("/")
+        self.location = without_secrets(url).rstrip("/")
+        """URL of the folder, for messages."""
+        self._url = url.rstrip("/")
         self._allow = tuple(allow)
         self._retries = retries
         self._is_refused = False
@@ -107,7 +109,7 @@ class Bucket:
         def create() -> bool:
             path = self._path(name)
             try:
-                if self.location.startswith("file://"):  # where fsspec checks first and then writes
+                if self._url.startswith("file://"):  # where fsspec checks first and then writes
                     Path(path).parent.mkdir(parents=True, exist_ok=True)
                     with Path(path).open("xb") as stream:
                         stream.write(content)
@@ -152,7 +154,7 @@ class Bucket:
 
     def _open(self) -> None:
         """Open the file system, with the credentials of now."""
-        self._file_system, root = filesystem_of(self.location, allow=self._allow, is_new=self._is_refused)
+        self._file_system, root = filesystem_of(self._url, allow=self._allow, is_new=self._is_refused)
         self._root = root.rstrip("/")
         self._is_refused = False
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from txl_dist.console.logging import logger
-from txl_dist.errors import DataError, TxlError, UnreachableError
+from txl_dist.errors import DataError, TxlError, UnreachableError, without_secrets
 
 Result = TypeVar("Result")
 
@@ -36,8 +35,6 @@ _MAX_WAIT_S = 60.0
 _MIN_BYTES_PER_S = 100_000
 _WORDS_OF_A_FULL_STORE = ("Quota", "StorageFull", "InsufficientStorage", "507")
 """Parts of the codes by which stores that speak S3 say that they are full. The protocol has no code for it."""
-_SECRET_PARTS = re.compile(r"""(https?://)(?:[^\s/?@'"]*@)?([^\s?'"]*)(?:\?[^\s'"]*)?""", re.IGNORECASE)
-"""Pattern of a URL in a message: scheme, user and password, host and path, query. Signatures are in the query."""
 _PACKAGES = {
     "http": "txl_dist[http]",
     "https": "txl_dist[http]",
@@ -69,7 +66,7 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         is_outer = number < len(protocols) - 1
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
-                f"{_without_query(url)}: the scheme {protocol!r} can run programs. These schemes are always allowed: "
+                f"{url}: the scheme {protocol!r} can run programs. These schemes are always allowed: "
                 f"{', '.join(PROTOCOLS)}. If you trust this scheme, add the scheme to --allow-protocols, or to "
                 "data.allow_protocols in a configuration."
             )
@@ -90,12 +87,11 @@ def filesystem_of(url: str, *, allow: Sequence[str] = (), is_new: bool = False) 
     except ImportError as error:
         package = _PACKAGES.get(protocol, protocol)
         raise DataError(
-            f"{_without_query(url)} needs a package that is missing ({error}). Install the package with "
-            f"`pip install '{package}'`."
+            f"{url} needs a package that is missing ({error}). Install the package with `pip install '{package}'`."
         ) from error
     except Exception as error:  # each file system looks for credentials in its own way and fails in its own way
         raise DataError(
-            f"cannot open {_without_query(url)}: {_reason(error)}. Check the address, the network and the credentials."
+            f"cannot open {url}: {_reason(error)}. Check the address, the network and the credentials."
         ) from error
     return file_system, path
 
@@ -127,11 +123,10 @@ def retrying(
 ) -> Result:
     """Call `action` until it succeeds, at most `retries` + 1 times, and return its result.
 
-    `what` names the source and `verb` the action in messages, which show no query of a URL. Raises DataError at once if
-    a file to read is missing, and after the last try if the bytes were damaged. Raises UnreachableError at once if
-    access is forbidden, and after the last try if the connection failed.
+    `what` names the source and `verb` the action in messages. Raises DataError at once if a file to read is missing,
+    and after the last try if the bytes were damaged. Raises UnreachableError at once if access is forbidden, and after
+    the last try if the connection failed.
     """
-    what = _without_query(what)
     for attempt in range(1, retries + 2):
         try:
             return action()
@@ -147,9 +142,8 @@ def retrying(
             # Not from the global generator: reading data must not change what is drawn elsewhere.
             mean_wait_s = min(BACKOFF_S * 2 ** (attempt - 1), _MAX_WAIT_S)
             wait_s = mean_wait_s * random.SystemRandom().uniform(0.5, 1.5)
-            logger.warning(
-                "%s: %s. Try %d of %d begins in %.1f s", what, _reason(error), attempt + 1, retries + 1, wait_s
-            )
+            description = without_secrets(f"{what}: {_reason(error)}")
+            logger.warning("%s. Try %d of %d begins in %.1f s", description, attempt + 1, retries + 1, wait_s)
             sleep(wait_s)
     raise AssertionError("unreachable")
 
@@ -183,15 +177,9 @@ def _reason(error: Exception) -> str:
     """Return the text of an error, as a part of a message."""
     if isinstance(error, FileNotFoundError):
         return "the bucket does not exist" if s3_code(error) == "NoSuchBucket" else "it does not exist"
-    text = _without_query(str(error))
     if type(error) in (OSError, DamageError):
-        return text
-    return f"{type(error).__name__}: {text}".rstrip(": ")
-
-
-def _without_query(text: str) -> str:
-    """Return a text with only scheme, host and path of each http URL. The rest is long and can contain secrets."""
-    return _SECRET_PARTS.sub(r"\1\2", text)
+        return str(error)
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _remedy(error: Exception, verb: str) -> str:

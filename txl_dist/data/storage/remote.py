@@ -23,7 +23,7 @@ from typing_extensions import override
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage.base import Storage, check_size
 from txl_dist.data.storage.fsspec_io import DamageError, check_protocol, filesystem_of, retrying, watched
-from txl_dist.errors import DataError
+from txl_dist.errors import DataError, without_secrets
 
 
 class Origin(ABC):
@@ -33,11 +33,11 @@ class Origin(ABC):
     """
 
     location: str
-    """URL of the files, or the shell command that reads them, for messages."""
+    """URL of the files, or the shell command that reads them."""
 
     def name_of(self, file: str) -> str:
         """Return the URL of a file, for messages."""
-        return f"{self.location.rstrip('/')}/{file}"
+        return f"{without_secrets(self.location).rstrip('/')}/{file}"
 
     @abstractmethod
     def download(self, file: str, path: Path) -> None:
@@ -114,7 +114,7 @@ class PipeOrigin(Origin):
 
     @override
     def name_of(self, file: str) -> str:
-        return self.location.replace("{file}", file)
+        return without_secrets(self.location.replace("{file}", file))
 
     @override
     def download(self, file: str, path: Path) -> None:

@@ -99,7 +99,8 @@ def each_problem(
         yield from _problem_of(_check_counts, split)
         documents = sum(shard.documents for shard in split.shards)
         if (documents, int(split.shard_tokens.sum())) != (split.documents, split.tokens):
-            yield f"{corpus.location}: the sizes of split {split.name} are not the sums over its shards. {REMEDY}"
+            name = corpus.storage.name_of(INDEX_NAME)
+            yield f"{name}: the sizes of split {split.name} are not the sums over its shards. {REMEDY}"
     tasks = []
     for split in corpus.splits.values():
         for info in split.shards:

@@ -17,6 +17,7 @@ from tests.helpers.http import serve
 from tests.helpers.launch import wait_for
 from tests.helpers.logs import recorded_log
 from txl_dist.data.storage import fsspec_io as remote
+from txl_dist.data.storage.bucket import Bucket
 from txl_dist.data.storage.fsspec_io import check_protocol, filesystem_of, retrying, watched
 from txl_dist.data.storage.remote import PipeOrigin, UrlOrigin
 from txl_dist.errors import DataError, UnreachableError
@@ -149,6 +150,23 @@ def test_no_message_shows_the_query_of_a_url_or_a_password() -> None:
     assert str(caught.value).startswith(f"cannot read {reason} (try 2 of 2). Check")
     with pytest.raises(DataError, match=r"^zip://x.txt::https://b/c: the scheme 'zip'"):
         check_protocol("zip://x?txt::https://b/c?secret")
+    assert UrlOrigin("https://me:secret@b/c?secret").name_of("x.tar") == "https://b/c/x.tar"
+    assert Bucket("https://me:secret@b/c?secret").location == "https://b/c"
+    assert PipeOrigin("pipe:curl https://b/{file}?secret").name_of("x.tar") == "pipe:curl https://b/x.tar"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:p@secret@b/c, https://b/c@1.", "https://b/c, https://b/c@1."),
+        ("""'http://b/c?a="b"&sig=secret'. Check""", "'http://b/c'. Check"),
+        ("""['HTTP://a','http://me:"secret@b/c'd?secret'] is""", """['HTTP://a','http://b/c'd'] is"""),
+        ("http://a?secret,http://me:secret@b?secret: refused", "http://a: refused"),
+        ("abfs://folder@account/c?d", "abfs://folder@account/c?d"),
+    ],
+)
+def test_an_error_shows_scheme_host_and_path_of_each_url(text: str, shown: str) -> None:
+    assert str(DataError(text)) == shown
 
 
 @pytest.mark.parametrize(
