@@ -29,12 +29,12 @@ from txl_dist.config.phases import at_step, each_phase
 from txl_dist.config.schema import DataSection, RunSection, TrainSection
 from txl_dist.console.formatting import bounded, counted, format_bytes, format_table
 from txl_dist.data.loader.corpora import open_all, open_corpora
-from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.corpus import Corpus, open_corpus, storage_of
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream_state import StreamState, first_state
 from txl_dist.data.verify import inspect as of_corpus
-from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError
+from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError, UnreachableError
 from txl_dist.report.inspect_options import InspectOptions
 from txl_dist.report.records import History, history_of, read_history
 from txl_dist.report.recoveries import RecoveryRecord, recoveries_of, recovery_rows
@@ -85,13 +85,22 @@ def _open(path: str, question: InspectOptions) -> Corpus:
     try:
         return open_corpus(path, settings)
     except DataError as error:
-        is_missing = type(error.__cause__) is DataError  # and not UnreachableError
-        if not is_url(path) or not is_missing:
+        is_unreachable = isinstance(error.__cause__, UnreachableError)
+        if not is_url(path) or is_unreachable or not _has_settings(path, settings):
             raise
         raise ConfigError(
-            f"{path} has no index.json, so it is not a corpus. `txl inspect` reads runs and checkpoints from local "
-            f"folders only. {FROM_MIRROR}"
+            f"{path} is a run or a checkpoint. `txl inspect` reads runs and checkpoints from local folders only. "
+            f"{FROM_MIRROR}"
         ) from error
+
+
+def _has_settings(url: str, settings: DataSection) -> bool:
+    """Return whether a URL has the file of settings that each run and checkpoint has."""
+    try:
+        storage_of(url, settings).read(SETTINGS)
+    except DataError:
+        return False
+    return True
 
 
 def _stream_of_corpus(path: str, question: InspectOptions) -> tuple[tuple[Split, ...], StreamState, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -11,6 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
+from tests.helpers.http import serve
 from txl_dist.cli.main import main
 from txl_dist.data.loader.corpus import Corpus
 from txl_dist.data.loader.stream import LaneStream
@@ -199,16 +201,44 @@ def test_a_corpus_at_a_url_is_inspected_there(corpus: Corpus, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("flags", [(), ("--lane", "1")])
-def test_a_mirrored_run_is_answered_with_how_to_get_it(
+def test_a_mirrored_run_is_answered_with_how_to_get_it_and_a_missing_corpus_with_the_reason(
     flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fsspec.filesystem("memory").pipe_file("/mirror/run/config.toml", b"")
     assert main(["inspect", "memory://mirror/run", *flags]) == 2
     assert capsys.readouterr().err == (
-        "txl inspect: error: memory://mirror/run has no index.json, so it is not a corpus. `txl inspect` reads runs "
-        "and checkpoints from local folders only. To download the newest checkpoint of a mirror, repeat the "
-        "`txl train` command of its run with an empty --run.dir.\n"
+        "txl inspect: error: memory://mirror/run is a run or a checkpoint. `txl inspect` reads runs and checkpoints "
+        "from local folders only. To download the newest checkpoint of a mirror, repeat the `txl train` command of "
+        "its run with an empty --run.dir.\n"
     )
+    assert main(["inspect", "memory://mirror/rum", *flags]) == 2
+    assert capsys.readouterr().err == (
+        "txl inspect: error: memory://mirror/rum is not a readable corpus: cannot read memory://mirror/rum/index.json: "
+        "it does not exist (try 1 of 6). Check the address, the network, the credentials and the file at this "
+        "address. Make a corpus with `txl prepare`, or set data.path to the folder of a corpus.\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_no_error_shows_the_password_or_the_query_of_a_corpus(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_io, "BACKOFF_S", 0.001)
+    with serve(tmp_path) as server:
+        url = server.url.replace("http://", "http://me:SECRET@") + "/c?token=SECRET"
+        absent = printed_by(command, url, capsys=capsys)
+    unreachable = printed_by(command, url, capsys=capsys)
+    assert f"{server.url}/c is not a readable corpus: cannot read {server.url}/c/index.json: it does not" in absent
+    assert "ClientConnectorError" in unreachable
+    assert "SECRET" not in absent + unreachable
+
+
+def printed_by(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return all that a command prints that fails."""
+    with suppress(SystemExit):
+        assert main(words) == 2
+    printed = capsys.readouterr()
+    return printed.out + printed.err
 
 
 def test_an_outage_is_not_taken_for_a_missing_corpus(
