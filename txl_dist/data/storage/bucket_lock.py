@@ -13,6 +13,8 @@ it writes LOCK.json again every few seconds. Clocks are not compared. A job on a
 
 Limitations: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. Such a job notices the
 loss at its next heartbeat. Two starts at the same moment can both get the lock where `Bucket.create` is not exact.
+An object is removed by name. If a removal after an outage and a new entry of the same job happen at the same moment,
+the removal takes the lock of the new entry. The next heartbeat makes it again, unless another job was faster.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ BEAT_EVERY_S = 10.0
 STALE_AFTER_S = 60.0
 """Seconds without a heartbeat after which a job on another machine counts as dead."""
 _RELEASE_S = 10.0
-"""Seconds for which `release` waits until the lock is removed."""
+"""Seconds for which `release` waits at most."""
 _POLL_S = 2.0
+"""Seconds between two looks at a lock, and before the second try to remove the lock."""
 
 
 class LockOwner(NamedTuple):
@@ -61,7 +64,9 @@ class BucketLock:
         self._bucket = bucket
         self._owner = owner
         self._is_lost = False
+        self._is_removed = False
         self._done = threading.Event()
+        self._tried = threading.Event()
         self._busy = threading.Lock()
         self._thread = threading.Thread(target=self._keep, name="bucket lock", daemon=True)
 
@@ -133,18 +138,18 @@ class BucketLock:
     def release(self) -> None:
         """End the heartbeats, and remove the lock if this job still has it.
 
-        A store that cannot be reached delays this by a few seconds only. The thread then tries again until the process
-        ends, so that a later job of the same process is not refused.
+        A store that refuses twice, `_POLL_S` apart, delays this by 2 s and the time of its answers. A store that does
+        not answer delays this by `_RELEASE_S`. The thread then tries again until the process ends, so that a later job
+        of the same process is not refused.
         """
         self._done.set()
-        self._thread.join(_RELEASE_S)
-        if self._thread.is_alive():
+        self._tried.wait(_RELEASE_S)
+        if not self._is_removed:
             logger.warning(
-                "%s/%s is not removed after %g s, because the store does not answer or refuses. This process tries "
-                "again until it ends. If the lock stays, a start on another machine waits up to %g s for it",
+                "%s/%s is not removed, because the store does not answer or refuses. This process tries again until "
+                "it ends. If the lock stays, a start on another machine waits up to %g s for it",
                 self._bucket.location,
                 LOCK,
-                _RELEASE_S,
                 STALE_AFTER_S,
             )
 
@@ -154,16 +159,25 @@ class BucketLock:
         while not self._done.wait(BEAT_EVERY_S):
             with suppress(DataError):  # an outage, or credentials that cannot be read now
                 if not self.beat():
-                    return
-        while not self._is_removed():
+                    break
+        self._is_removed = self._try_to_remove()
+        if not self._is_removed:  # perhaps for a moment only, and the second try reads refused credentials again
+            time.sleep(_POLL_S)
+            self._is_removed = self._try_to_remove()
+        self._tried.set()
+        while not self._is_removed:
             time.sleep(BEAT_EVERY_S)
+            self._is_removed = self._try_to_remove()
 
-    def _is_removed(self) -> bool:
-        """Remove the lock if this job still has it. Returns False if the store cannot be reached."""
+    def _try_to_remove(self) -> bool:
+        """Remove the lock if this job still has it. Returns False if the store cannot be reached.
+
+        The check and the removal are two requests (see Limitations).
+        """
         try:
             with self._busy:
                 chain = _chain(self._bucket)
-                # After the loss of a rank the same job may have entered its lock again.
+                # After the loss of a rank the same job may have entered its lock again, at a later `started`.
                 if chain and chain[-1]._replace(beats=self._owner.beats) == self._owner:
                     self._bucket.remove([LOCK])
         except DataError:

@@ -78,21 +78,34 @@ def test_a_lock_that_was_removed_by_hand_is_made_again(bucket: Bucket) -> None:
     lock.release()
 
 
-def release_in_outage(bucket: Bucket, lock: BucketLock, monkeypatch: pytest.MonkeyPatch, *, hangs: bool) -> str:
-    """Release a lock whose bucket does not answer or refuses. Return the line in the log."""
-    monkeypatch.setattr(bucket_lock, "BEAT_EVERY_S", 0.01)
+def release_in_outage(
+    bucket: Bucket,
+    lock: BucketLock,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    hangs: bool = False,
+    num_failures: int = 99,
+    beat_every_s: float = 0.01,
+) -> list[str]:
+    """Release a lock whose bucket does not answer, or refuses some reads. Return the lines in the log."""
+    monkeypatch.setattr(bucket_lock, "BEAT_EVERY_S", beat_every_s)
+    monkeypatch.setattr(bucket_lock, "_POLL_S", 0.01)
     is_over = threading.Event()
+    read_now = bucket.read
+    failures = iter(range(num_failures))
 
     def read(name: str) -> bytes:
         is_over.wait(60 * hangs)
+        if next(failures, None) is None:
+            return read_now(name)
         raise UnreachableError(f"cannot read {name}.")
 
     with monkeypatch.context() as outage, recorded_log() as log:
-        outage.setattr(bucket_lock, "_RELEASE_S", 0.05)
+        outage.setattr(bucket_lock, "_RELEASE_S", 0.05 if hangs else 30.0)
         outage.setattr(bucket, "read", read)
         lock.release()
     is_over.set()
-    return log[-1][1]
+    return [line for _, line in log]
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -100,8 +113,8 @@ def test_a_lock_that_an_outage_kept_is_removed_after_it_and_blocks_no_job_of_the
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     lock = acquire(bucket, "one")
-    line = release_in_outage(bucket, lock, monkeypatch, hangs=hangs)
-    assert line.startswith(f"{bucket.location}/LOCK.json is not removed after 0.05 s")
+    (line,) = release_in_outage(bucket, lock, monkeypatch, hangs=hangs)
+    assert line.startswith(f"{bucket.location}/LOCK.json is not removed, because the store does not answer or refuses")
     assert line.endswith("a start on another machine waits up to 60 s for it")
     lock._thread.join(60)
     acquire(bucket, "two").release()
@@ -112,10 +125,17 @@ def test_a_lock_that_the_same_job_has_entered_again_stays_after_an_outage(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = acquire(bucket, "one")
-    put_owner(bucket, process_id(), "one", beats=3)
-    release_in_outage(bucket, lock, monkeypatch, hangs=False)
+    entered_again = json.loads(bucket.read(LOCK)) | {"started": "later"}
+    bucket.write(LOCK, json.dumps(entered_again).encode())
+    release_in_outage(bucket, lock, monkeypatch)
     lock._thread.join(60)
     assert list(bucket.sizes()) == [LOCK]
+
+
+def test_a_short_failure_at_the_release_leaves_no_lock(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = acquire(bucket, "one")
+    assert release_in_outage(bucket, lock, monkeypatch, num_failures=1, beat_every_s=3600.0) == []
+    assert bucket.sizes() == {}
 
 
 def test_jobs_that_died_while_they_took_over_are_passed(bucket: Bucket) -> None:
