@@ -163,7 +163,7 @@ class Mirror:
         return sorted(set(names) - set(common_files(names)))
 
     def close(self) -> None:
-        """End the thread that uploads, and release the lock. A broken network delays this by a few seconds only."""
+        """End the thread that uploads, and release the lock. A broken network delays this by at most ten seconds."""
         if self._uploader is not None:
             self._uploader.close()
         if self._lock is not None:
@@ -209,18 +209,20 @@ def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -
     leads = ranks.rank in leaders_of(gather_objects(node_name()))
     bucket = run_on_all_ranks(lambda: Bucket(url, allow=config.data.allow_protocols) if leads else None)
 
-    def lock_mirror() -> BucketLock | None:
-        if bucket is None or not ranks.is_rank0:
-            return None
-        label = f"run {run_id}" if run_id else "a new run"
-        nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
-        return BucketLock.acquire(
-            bucket, label, nonce=nonce, remedy="Stop that job, or give another --checkpoint.mirror."
-        )
-
     with _refused():
         run_id = run_on_all_ranks(lambda: _checked_id(bucket, config, resume=resume) if bucket else "")
-        lock = run_on_all_ranks(lock_mirror)  # only after all nodes have passed the checks, because nothing removes it
+
+        def lock_mirror() -> BucketLock | None:
+            if bucket is None or not ranks.is_rank0:
+                return None
+            label = f"run {run_id}" if run_id else "a new run"
+            nonce = watch.lock.nonce if watch.lock is not None else watch.nonce  # the same after the loss of a rank
+            return BucketLock.acquire(
+                bucket, label, nonce=nonce, remedy="Stop that job, or give another --checkpoint.mirror."
+            )
+
+        # Only after all nodes have passed the checks, because a job that is refused here does not remove its lock.
+        lock = run_on_all_ranks(lock_mirror)
     return Mirror(config, ranks, watch, bucket, lock)
 
 
