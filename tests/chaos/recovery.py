@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from tests.chaos.elastic import memories_went_on
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
@@ -166,14 +168,21 @@ def shrunk(lab: Lab, *, lost: Sequence[int], left: int, stage: int = 1, then: st
 
 
 def node_lost(lab: Lab, *, stage: int = 1, per_node: int = 1) -> Case:
-    """A node is lost with its memory. The spare node takes its ranks, with the state that the other node has kept."""
+    """A node is lost with its memory. The spare node takes its ranks, with the state that the other node has kept.
+
+    Before and after, each rank and each spare is one process of its name. The agents are forked here and have none.
+    """
     words = (*ON, *PARTNER, "--recover.spare_nodes", "1", "--engine.zero_stage", str(stage))
     case, run = lab.case("recovery: node", stage=stage, fault="node 1 of 3"), lab.new_run("node")
     ranks = 3 * per_node
     lost = range(per_node, 2 * per_node)
     with lab.start(run, *words, ranks=ranks, nodes=3) as job:
         job.wait_for(lambda: run.highest_step >= STRUCK_AT and "has joined the job" in job.text)
+        wanted = sorted([f"txl-rank-{rank}" for rank in range(2 * per_node)] + ["txl-spare"] * 3)
+        job.wait_for(lambda: names_of(job) == wanted)
         job.kill_node(*lost)
+        wanted.remove("txl-spare")
+        job.wait_for(lambda: names_of(job) == wanted)
         case.exit_codes.append(job.wait(limit_s=300))
         case.message_ok = "rank 1" in job.text and "continues on" in job.text
     lab.judge(case, run, lab.unbroken(*words, ranks=ranks, nodes=3))
@@ -303,6 +312,16 @@ def running_ranks(job: Job) -> list[int]:
         for child in children_of(agent):
             pids += sorted(children_of(child)) or [child]
     return pids
+
+
+def names_of(job: Job) -> list[str]:
+    """Sorted names of the processes that agents have started, as `pgrep -x` finds them."""
+    names = []
+    for agent in job.pids:
+        with suppress(psutil.Error, OSError):
+            for process in psutil.Process(agent).children(recursive=True):
+                names.append(Path(f"/proc/{process.pid}/comm").read_text(encoding="ascii").strip())
+    return sorted(names)
 
 
 def children_of(pid: int) -> set[int]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from txl_dist.io.files import typed
 
 _MAX_NAME = 512
+_MAX_COMM = 15
+"""Number of bytes of a process's name that Linux keeps."""
 
 
 class ProcessId(NamedTuple):
@@ -71,6 +74,15 @@ def parent_of(pid: int) -> int:
     if status:
         return status.parent
     return 0
+
+
+def name_process(name: str) -> None:
+    """Set the name of this process, which `ps -o comm` and `pgrep -x` show. It is cut after 15 bytes.
+
+    Threads that run keep their names. Does nothing on a system without /proc.
+    """
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name[:_MAX_COMM], encoding="utf-8")
 
 
 def command_of(pid: int) -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from txl_dist.distributed.connection import Connection
+from txl_dist.distributed.processes import name_process
 from txl_dist.distributed.recovery.agent import SIGNALS, connect_to
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, read_seat, seat_of, take_seat
 from txl_dist.fault_injection import failpoint
@@ -49,6 +50,7 @@ def serve_replacements() -> None:
     """
     seat = read_seat(os.environ)
     assert seat is not None
+    name_process("txl-spare")
     failpoint("spare", step=0)
     for number in SIGNALS:  # they are meant for ranks
         signal.signal(number, signal.SIG_IGN)

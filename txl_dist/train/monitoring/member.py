@@ -34,6 +34,7 @@ from txl_dist.artifacts import LOCK
 from txl_dist.console.logging import note_in_file
 from txl_dist.distributed.collectives import broadcast_object, get_rank, is_waiting, uses_gpu
 from txl_dist.distributed.connection import Message
+from txl_dist.distributed.processes import name_process
 from txl_dist.distributed.recovery.agent import connect_to
 from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat, seat_of
@@ -171,6 +172,7 @@ class Member:
         except OSError as error:
             raise LostRankError("the agent of this rank is gone. The same command starts again.") from error
         self._tell({"kind": "rank", "pid": os.getpid()})
+        name_process(f"txl-rank-{get_rank()}")
         self.beat("start")
         self._page.heartbeat(is_waiting=False)
         self._thread = threading.Thread(target=self._run, name="member", daemon=True)
@@ -385,6 +387,7 @@ class Member:
         if "LOCAL_WORLD_SIZE" in os.environ:
             os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]
         os.environ["MASTER_ADDR"] = self.recovered["host"] or self._master_address
+        name_process(f"txl-rank-{get_rank()}")
         self.beat("leave")
 
     def _wait_for_plan(self) -> None:

@@ -244,6 +244,19 @@ def test_a_spare_node_ends_soon_after_a_job_that_has_ended_before_it_had_begun(t
     assert "the job has ended before it had begun" in spare.stderr.read()
 
 
+def test_an_agent_has_a_name_with_its_number(tmp_path: Path) -> None:
+    options = {"silent_s": 5.0, "max_in_row": 3, "spare_nodes": 1, "run_dir": str(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        place = {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+        words = [sys.executable, "-m", "txl_dist.distributed.recovery", json.dumps({"words": [], "options": options})]
+        agent = subprocess.Popen(words, env=os.environ | place)
+        store.accept()
+        assert Path(f"/proc/{agent.pid}/comm").read_text(encoding="ascii") == "txl-agent-3\n"
+        agent.kill()
+        agent.wait(30)
+
+
 def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) -> None:
     survivor, other = (agents.wait_for("began", rank=rank) for rank in (0, 1))
     agents.agents[1].kill()
