@@ -119,6 +119,13 @@ def damaged(lab: Lab, *, stage: int = 1, both_copies: bool) -> Case:
         case.problems.append(f"{case.steps_lost} steps were made again")
     if not case.message_ok:
         case.problems.append("the log does not say where the state came from")
+    (event,) = (record for record in run.records("event") if record["event"] == "recovered")
+    again = STRUCK_AT - event["step"]
+    wanted = ("checkpoint", again) if both_copies else ("copies", 1)
+    if (event["restored_from"], event["repeated_steps"]) != wanted or (again > 1) != both_copies:
+        case.problems.append(f"the event is {event}")
+    if [record["event"] for record in run.records("event")].count("start") != 1:
+        case.problems.append("the job has started once, and the records say otherwise")
     if _judge_events(case, run) != [1]:
         case.problems.append("another rank was lost")
     return lab.report(case)
@@ -336,6 +343,8 @@ def _judge_events(case: Case, run: Run) -> list[int]:
     events = [record for record in run.records("event") if record["event"] == "recovered"]
     if not events:
         case.problems.append("no event says that the job has recovered")
+    if any(event["restored_from"] == "copies" and event["repeated_steps"] > 2 for event in events):
+        case.problems.append("more steps were made again than the one in flight and the one before it")
     for name in ("notice_s", "regroup_s", "restore_s", "redo_s"):
         case.figures[name] = max((event[name] for event in events), default=0.0)
     return [rank for event in events for rank in event["ranks"]]

@@ -37,7 +37,8 @@ from txl_dist.data.verify import inspect as of_corpus
 from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError, UnreachableError
 from txl_dist.report.inspect_options import InspectOptions
 from txl_dist.report.records import History, history_of, read_history
-from txl_dist.report.recoveries import RecoveryRecord, recoveries_of, recovery_rows
+from txl_dist.report.recoveries import RecoveryRecord, lost_time, recoveries_of, recovery_rows
+from txl_dist.report.summary import recent
 from txl_dist.rng import derive_seed
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
@@ -221,6 +222,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
     except DataError:  # the run has no records
         history = history_of([])
     losses = _losses_by_step(history)
+    recoveries = recoveries_of(history.events, step_ms=recent(history.train, "step_ms"))
     names = set()
     whole_steps = []
     for checkpoint in checkpoints:
@@ -239,7 +241,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
         "newest_whole": max(whole_steps, default=None),
         "best_step": min(losses, key=losses.__getitem__, default=None),
         "checkpoints": checkpoints,
-        "recoveries": [recovery._asdict() for recovery in recoveries_of(history.events)],
+        "recoveries": [recovery._asdict() for recovery in recoveries],
         "beside": [{"name": name, "what": _what_is(name)} for name in sorted(others)],
     }
 
@@ -307,9 +309,8 @@ def _recovery_lines(recoveries: Sequence[RecoveryRecord]) -> list[str]:
     """Return lines about the ranks that were replaced inside the running job, or no lines."""
     if not recoveries:
         return []
-    lost_s = sum(recovery.lost_s for recovery in recoveries)
     counts = f"{len(recoveries):,} {'recovery' if len(recoveries) == 1 else 'recoveries'}"
-    return [f"{counts}, which took {lost_s:.1f} s", *format_table(recovery_rows(recoveries))]
+    return [f"{counts}, which took {lost_time(recoveries)}", *format_table(recovery_rows(recoveries))]
 
 
 def _run_row(checkpoint: dict[str, Any], *, is_best: bool) -> list[str]:

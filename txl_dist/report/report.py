@@ -23,7 +23,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import atomic_replace
 from txl_dist.report.pictures import marks_explained, memory_sweep, part_pictures, pictures_of, spread
 from txl_dist.report.records import SCORES, Event, Scores, read_loss_parts, read_scores
-from txl_dist.report.recoveries import goodput_of, goodput_sentences, recoveries_of, recovery_rows
+from txl_dist.report.recoveries import goodput_of, goodput_sentences, lost_time, recoveries_of, recovery_rows
 from txl_dist.report.summary import Fact, RunRecords, defaults, fact_lines, facts_of, fixed, lead, read_run, recent
 from txl_dist.train.report.event_text import event_details
 
@@ -127,7 +127,9 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
         text = cut(sample.text)
         prompt = cut(sample.prompt)
         shown_samples.append(sample._replace(text=text, prompt=prompt))
-    goodput = goodput_of(run.history, step_ms=recent(run.history.train, "step_ms"))
+    step_ms = recent(run.history.train, "step_ms")
+    recoveries = recoveries_of(events, step_ms=step_ms)
+    goodput = goodput_of(run.history, step_ms=step_ms)
     scores = read_scores(run.path)
     loss_parts = read_loss_parts(run.path)
     score_pictures = memory_sweep(scores)
@@ -141,8 +143,8 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
         "groups": pictures_of(run),
         "score_rows": _score_rows(scores),
         "score_pictures": score_pictures,
-        "recovery_rows": recovery_rows(recoveries_of(events)),
-        "recovery_sentences": goodput_sentences(goodput) if goodput else [],
+        "recovery_rows": recovery_rows(recoveries),
+        "recovery_sentences": goodput_sentences(goodput, lost=lost_time(recoveries)) if goodput else [],
         "event_rows": _event_rows(events),
         "event_counts": Counter(event.name for event in events),
         "samples": shown_samples,

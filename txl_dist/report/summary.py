@@ -35,7 +35,7 @@ from txl_dist.console.formatting import (
 from txl_dist.distributed.processes import process_of
 from txl_dist.io.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.report.records import BITS, MOST, FloatArray, History, RecordTable, read_history
-from txl_dist.report.recoveries import goodput_of, recoveries_of
+from txl_dist.report.recoveries import goodput_of, lost_time, recoveries_of
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """Seconds after which an unchanged lock means that its job on another machine has ended. A running job touches its lock
@@ -425,16 +425,16 @@ def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
 
 def _recovery_facts(history: History) -> Iterator[Fact]:
     """Yield a fact about the time that recoveries took, and about the goodput with and without them."""
-    recoveries = recoveries_of(history.events)
+    step_ms = recent(history.train, "step_ms")
+    recoveries = recoveries_of(history.events, step_ms=step_ms)
     if not recoveries:
         return
-    lost_s = sum(recovery.lost_s for recovery in recoveries)
-    goodput = goodput_of(history, step_ms=recent(history.train, "step_ms"))
+    goodput = goodput_of(history, step_ms=step_ms)
     if goodput is None:
         note = None
     else:
         note = f"goodput {goodput.with_pct:.2f} %, with restarts at most {goodput.without_pct:.2f} % (estimate)"
-    yield _fact("Recoveries", f"{len(recoveries):,}", f"{lost_s:,.1f} s lost", note)
+    yield _fact("Recoveries", f"{len(recoveries):,}", f"lost: {lost_time(recoveries)}", note)
 
 
 def _times_resumed(num_starts: int) -> str | None:

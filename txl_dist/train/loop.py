@@ -215,15 +215,16 @@ class TrainingRun:
         self.watch.watchdog.beat("load", step=start.step)
         if start.stored is not None:
             state = start.stored.load(self.engine)
-            self.recovery.mark_loaded()
-            return state
-        if start.saved is not None:
-            return self._load(start.saved, start.stream)
-        train = self.context.config.train
-        memories = first_memories(
-            self.engine, self.context.plan, memory_len=train.memory_len, initial=train.initial_memory
-        )
-        return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=memories)
+        elif start.saved is not None:
+            state = self._load(start.saved, start.stream)
+        else:
+            train = self.context.config.train
+            memories = first_memories(
+                self.engine, self.context.plan, memory_len=train.memory_len, initial=train.initial_memory
+            )
+            state = TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=memories)
+        self.recovery.mark_loaded()
+        return state
 
     def _load(self, saved: SavedState, stream: StreamState) -> TrainState:
         """Load a checkpoint into the engine and the callbacks, and return its training state.
@@ -424,9 +425,17 @@ class TrainingRun:
 
         The event has the step from which the run continued, because the records of later steps are written again.
         """
-        facts = self.recovery.mark_step()
-        if facts is not None:
-            self.reporter.write("event", {"event": "recovered", "step": self.start.step, **facts})
+        step = self.start.step
+        facts = self.recovery.mark_step(continued_from=step)
+        if facts is None:
+            return
+        if self.start.stored is not None:
+            restored_from = "copies"
+        elif self.start.saved is not None:
+            restored_from = "checkpoint"
+        else:
+            restored_from = "start"
+        self.reporter.write("event", {"event": "recovered", "step": step, "restored_from": restored_from, **facts})
 
     def _votes(self) -> StepFlags:
         """Return this rank's flags for the next all-reduce: stop requested, checkpoint files written, and time for a
@@ -461,7 +470,10 @@ class TrainingRun:
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
     def _report_start(self, state: TrainState) -> None:
-        """Write the `start` event, which records hardware, versions, corpora and the units of the losses."""
+        """Write the `start` event, which records hardware, versions, corpora and the units of the losses.
+
+        A job that returns to a checkpoint after the loss of a rank has started only once, so it writes none again.
+        """
         context = self.context
         corpora = self.context.corpora
         config = self.context.config
@@ -478,6 +490,8 @@ class TrainingRun:
         for kind, problem in facts["no_bits"].items():
             logger.info("%s records have no bits per byte, because %s", kind, problem)
         facts = start_facts(self.engine, context.ranks) | facts
+        if self.recovery.repeated_steps(state.step):  # rank 0 decides, because only rank 0 writes
+            return
         self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 
     def _report(self, state: TrainState, interval: Interval) -> None:

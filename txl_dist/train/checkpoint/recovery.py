@@ -64,11 +64,18 @@ class Recovery:
         """
 
     def mark_loaded(self) -> None:
-        """Note that the stored state is loaded."""
+        """Note that the state is loaded from which training starts."""
 
-    def mark_step(self) -> dict[str, Any] | None:
-        """Note that the first step of this process or generation is finished. Returns the facts of a recovery, or
-        None."""
+    def repeated_steps(self, step: int) -> int:
+        """Return the number of steps that are made again after a loss if the run continues after `step`.
+
+        It is 0 without a loss. Ranks may have different values. The value on rank 0 is the one to report.
+        """
+        return 0
+
+    def mark_step(self, *, continued_from: int) -> dict[str, Any] | None:
+        """Note that the first step of this process or generation is finished, the one after `continued_from`. Returns
+        the facts of a recovery, or None."""
         return None
 
 
@@ -185,5 +192,9 @@ class InJobRecovery(Recovery):
         self._member.mark_loaded()
 
     @override
-    def mark_step(self) -> dict[str, Any] | None:
-        return self._member.mark_step()
+    def repeated_steps(self, step: int) -> int:
+        return self._member.repeated_steps(step)
+
+    @override
+    def mark_step(self, *, continued_from: int) -> dict[str, Any] | None:
+        return self._member.mark_step(continued_from=continued_from)

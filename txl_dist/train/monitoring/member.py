@@ -356,9 +356,22 @@ class Member:
         if self.recovered is not None:
             self.recovered["loaded_s"] = time.monotonic()
 
-    def mark_step(self) -> dict[str, Any] | None:
-        """Note that the first step of this generation is finished. Returns the facts of a recovery, or None."""
+    def repeated_steps(self, step: int) -> int:
+        """Return the number of steps that are made again if this generation continues after `step`.
+
+        It is 0 without a recovery, and after `mark_step`.
+        """
+        if self.recovered is None:
+            return 0
+        return max(int(self.recovered["reached"]) - step, 0)
+
+    def mark_step(self, *, continued_from: int) -> dict[str, Any] | None:
+        """Note that the first step of this generation is finished. Returns the facts of a recovery, or None.
+
+        `continued_from` is the step after which the generation has continued.
+        """
         self._tell({"kind": "stepped", "generation": self.generation})
+        repeated_steps = self.repeated_steps(continued_from)
         plan = self.recovered
         self.recovered = None
         if plan is None:
@@ -370,6 +383,7 @@ class Member:
             "ranks": [loss.rank for loss in losses],
             "hosts": [loss.host for loss in losses],
             "why": "; ".join(str(loss) for loss in losses),
+            "repeated_steps": repeated_steps,
             "notice_s": max(loss.notice_s for loss in losses),
             "regroup_s": round(self._met_s - plan["began_s"], 3),
             "restore_s": round(loaded_s - self._met_s, 3),
@@ -377,10 +391,18 @@ class Member:
         }
 
     def _begin_generation(self) -> None:
-        """Take over the newest plan."""
+        """Take over the newest plan, and note the highest step that this rank or a lost rank has begun.
+
+        The status of a lost agent may be older than the step that its rank had begun, so this rank's own step counts.
+        """
+        reached = self._step
+        if self.recovered is not None:  # the generation before has lost a rank before its first step was reported
+            reached = max(reached, int(self.recovered["reached"]))
         with self._condition:
             self.recovered = dict(self._plan)
             self.generation = int(self._plan["generation"])
+        losses = [Loss(*loss) for loss in self.recovered["losses"]]
+        self.recovered["reached"] = max([reached, *(loss.step for loss in losses)])
         os.environ[GENERATION] = str(self.generation)
         for name in ("rank", "world_size", "local_rank", "local_size"):
             os.environ[name.upper()] = str(self.recovered[name])

@@ -15,8 +15,8 @@ _DETAILS = {
     "skipped": "a loss or gradient is not finite. The step changed no weights and no memories",
     "spike": "{what} {value:.4g} after a median of {median:.4g}, a deviation of {sigmas:.1f} sigma",
     "rewound": "back from step {from:,}. Training skips the text of the spike",
-    "recovered": "{why}. The job continued in generation {generation} after {notice_s:.2f} s to notice, "
-    "{regroup_s:.2f} s to regroup, {restore_s:.2f} s to restore and {redo_s:.2f} s to repeat the step",
+    "recovered": "{why}. The job continued in generation {generation}{source_text} after {notice_s:.2f} s to notice, "
+    "{regroup_s:.2f} s to regroup, {restore_s:.2f} s to restore and {redo_s:.2f} s {redo_text}",
     "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
     "clipped": "{clipped_pct:.0f} % of {steps:,} steps were clipped by the default optim.clip_norm={clip_norm:g}. "
     "The mean gradient norm was {grad_norm:.3g}. Set optim.clip_norm",
@@ -27,6 +27,8 @@ _DETAILS = {
 """Sentence for each event: a format string with the fields of the event and the texts of `_readable`."""
 _COUNTS = {"ranks": "rank", "hosts": "host", "threads_per_rank": "thread"}
 """Fields that hold counts, and the singular noun that is shown after each count."""
+RESTORED_FROM = {"copies": "copies", "checkpoint": "a checkpoint", "start": "the start of the run"}
+"""Words for the field `restored_from` of the event `recovered`."""
 
 
 def event_details(event: str, fields: Mapping[str, Any]) -> str:
@@ -41,11 +43,26 @@ def event_details(event: str, fields: Mapping[str, Any]) -> str:
 
 
 def _readable(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return texts for those fields that are counts or sizes. A text is, for instance, "2 ranks" or "1.3 GiB"."""
+    """Return texts for those fields that are counts or sizes, and for those of a recovery.
+
+    A text is, for instance, "2 ranks" or "1.3 GiB".
+    """
     texts = {}
     for name, noun in _COUNTS.items():
         if type(fields.get(name)) is int:
             texts[f"{noun}s_text"] = counted(fields[name], noun)
     if isinstance(fields.get("gib"), int | float):
         texts["size"] = format_bytes(2**30 * fields["gib"])
+    source = RESTORED_FROM.get(str(fields.get("restored_from")))
+    texts["source_text"] = f" from {source}" if source else ""
+    texts["redo_text"] = _redo_text(fields.get("repeated_steps"))
     return texts
+
+
+def _redo_text(repeated_steps: object) -> str:
+    """Say which step of a recovery was measured. Older versions recorded no number of repeated steps."""
+    if repeated_steps == 0:
+        return "for the next step"
+    if type(repeated_steps) is int and repeated_steps > 1:
+        return f"for the first of {repeated_steps:,} repeated steps"
+    return "to repeat the step"

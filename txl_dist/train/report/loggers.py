@@ -246,7 +246,7 @@ def _summary(kind: str, record: Record) -> Any:
 
     A number becomes a scalar, and a short list becomes one scalar per number. Losses by position become a histogram.
     Its height is the loss, and its horizontal axis is the position in the segment in per cent. Samples and events
-    become text. The seconds of a recovery become scalars as well.
+    become text. The seconds and the repeated steps of a recovery become scalars as well.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
@@ -257,8 +257,8 @@ def _summary(kind: str, record: Record) -> Any:
         facts = [f"{name}: {value}" for name, value in record.items() if name not in ("event", "step")]
         values = [_text(f"event/{record['event']}", facts)]
         if record["event"] == "recovered":
-            seconds = {name: value for name, value in record.items() if name.endswith("_s")}
-            values += [Summary.Value(tag=f"recovery/{name}", simple_value=value) for name, value in seconds.items()]
+            costs = {name: value for name, value in record.items() if name.endswith("_s") or name == "repeated_steps"}
+            values += [Summary.Value(tag=f"recovery/{name}", simple_value=value) for name, value in costs.items()]
     shapes = {metric.name: metric.tensorboard for metric in METRICS.values()}
     for name, value in record.items() if not values else ():
         tag = f"{kind}/{name}"

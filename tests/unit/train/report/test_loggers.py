@@ -84,13 +84,13 @@ def test_tensorboard_gets_lists_as_curves_positions_as_one_picture_and_words_as_
     assert not [tag for tag in found.Tags()["scalars"] if tag.startswith("event/")]
 
 
-def test_tensorboard_shows_a_recovery_as_text_and_its_seconds_as_curves(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_recovery_as_text_and_its_costs_as_curves(tmp_path: Path) -> None:
     report = reporter(tmp_path, tensorboard=True)
-    seconds = {"notice_s": 0.25, "regroup_s": 0.5, "restore_s": 0.125, "redo_s": 1.5}
-    report.write("event", {"event": "recovered", "step": 40, "ranks": [1], "why": "rank 1 was lost", **seconds})
+    costs = {"repeated_steps": 12, "notice_s": 0.25, "regroup_s": 0.5, "restore_s": 0.125, "redo_s": 1.5}
+    report.write("event", {"event": "recovered", "step": 40, "ranks": [1], "why": "rank 1 was lost", **costs})
     report.close()
     folder = tmp_path / "tensorboard"
-    for name, value in seconds.items():
+    for name, value in costs.items():
         assert scalars(folder, f"recovery/{name}") == [(40, value)]
     (text,) = accumulated(folder).Tensors("event/recovered")
     assert "why: rank 1 was lost" in text.tensor_proto.string_val[0].decode()
