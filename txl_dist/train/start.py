@@ -151,8 +151,19 @@ def _pretrain_with_recovery(
         process_stack.callback(member.close)
         stops = PreemptionRequests()
         process_stack.callback(stops.close)
+
+        def stop_reason() -> str:
+            """Return the request to stop. Any rank looks for the file, because rank 0 may be the one that was lost."""
+            return stops.reason or (f"the file {run_dir / STOP}" if (run_dir / STOP).exists() else "")
+
         while True:
-            member.leave()
+            try:
+                member.leave(stop_reason)
+            except LostRankError:
+                stops.watch(stop_file=run_dir / STOP, max_time_s=max_time_s)
+                with suppress(OSError):
+                    stops.clear()  # the job has ended, and the file must not stop the next one
+                raise
             is_rank0 = get_rank() == 0  # ranks are numbered again if the job continues with fewer
             if is_rank0:
                 stops.watch(stop_file=run_dir / STOP, max_time_s=max_time_s)

@@ -146,6 +146,8 @@ class Agent:
         """Reason for which this agent has killed the rank's process, or an empty text."""
         self._stop: tuple[int, int] | None = None
         """Last stop signal, and the process that it was sent to."""
+        self._told_stop = 0
+        """Stop signal that the coordinator knows, or 0."""
         self._next_report_s = 0.0
         self._lock = ""
         """Path of the run's lock if this rank has entered it. The agent keeps it fresh while it has no process."""
@@ -173,6 +175,7 @@ class Agent:
             self._report(now_s)
             self._look_at_lease(now_s)
             self._look_at_spare(now_s)
+            self._look_at_stop()
             if self._is_idle and not self._is_welcome:
                 self._keep_joining(now_s)
             if self._deadline_s is not None and now_s > self._deadline_s:
@@ -472,6 +475,15 @@ class Agent:
             self._cause = f"the replacement did not begin within {BEGIN_S:g} s"
             self._closed_s = now_s
             self._signal(signal.SIGKILL)
+
+    def _look_at_stop(self) -> None:
+        """Pass a stop signal on to the coordinator, which obeys it while the job waits for a rank.
+
+        At other times the ranks obey it. The signal handler itself must not send: it may have interrupted a message.
+        """
+        if self._stop is not None and self._told_stop != self._stop[0] and not self._is_idle:
+            self._told_stop = self._stop[0]
+            self._tell_coordinator({"kind": "stop", "reason": signal.Signals(self._told_stop).name})
 
     def _look_at_rank(self, now_s: float) -> int | None:
         """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""

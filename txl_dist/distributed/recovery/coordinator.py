@@ -1,6 +1,6 @@
 """The coordinator of recovery: hears all agents, and decides which ranks are replaced and when the ranks meet.
 
-    agent -> coordinator    hello, status, started, died, unfilled, ready, stepped, failed, left
+    agent -> coordinator    hello, status, started, died, unfilled, ready, stepped, failed, left, stop
     coordinator -> agent    welcome, heard, plan, replace, meet, kill, end
 
     all run --a rank is lost--> plan g + 1 to all --every rank is ready--> meet --all made a step--> all run
@@ -13,7 +13,8 @@ A lost rank gets a process of the spare on its node. If that fails, or if its ag
 on another node takes the rank. If there is none, `recover.on_loss` decides:
 
     stop      the job ends
-    wait      the generation stays open until the spare works again, or an agent connects in place of the lost one
+    wait      the generation stays open until the spare works again, or an agent connects in place of the lost one.
+              A request to stop ends the job meanwhile
     shrink    the ranks are numbered again, the largest number of them that divides the lanes. Further agents are idle
 
 The job ends in any case if a loss repeats itself, because the next attempt would fail too: a batch that kills its rank,
@@ -137,6 +138,7 @@ class Coordinator:
         self._is_complete = False  # whether all ranks have had an agent
         self._port = 0
         self._say_s = 0.0  # time of the next line about ranks that the job waits for
+        self._stop = ""  # request to stop the job, for instance SIGTERM
 
     def receive(self, number: int, message: Message, now_s: float) -> None:
         """Act on a message of an agent. Raises KeyError, TypeError or ValueError for malformed messages."""
@@ -159,6 +161,8 @@ class Coordinator:
             self._fail(number, code=int(message["code"]), reason=str(message["reason"]))
         elif kind == "left":
             self._leave(number, int(message["code"]))
+        elif kind == "stop":
+            self._stop = self._stop or str(message["reason"])
         else:
             raise ValueError(f"the message {kind!r} is unknown")
 
@@ -464,10 +468,7 @@ class Coordinator:
             self._send_to_all({"kind": "end", "code": code, "reason": reason})
 
     def _judge_regroup(self, now_s: float) -> None:
-        """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long.
-
-        While the job waits for ranks, say so every minute and ask again.
-        """
+        """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long."""
         waited_s = now_s - self._planned_s
         late = {number: one for number, one in self._ranked.items() if one.ready < self.generation}
         absent = [one for one in late.values() if not one.is_alive and not one.is_unfilled]
@@ -479,13 +480,26 @@ class Coordinator:
         for number, one in late.items():
             if one.is_alive and now_s - max(self._planned_s, one.started_s) > READY_S:
                 self._kill(number, f"did not leave generation {one.ready} within {READY_S:g} s")
-        unfilled = [one for one in self._ranked.values() if one.is_unfilled]
-        if unfilled and now_s >= self._say_s and not self.is_ended:
+        self._judge_waiting(now_s)
+
+    def _judge_waiting(self, now_s: float) -> None:
+        """While the job waits for ranks, say so every minute and ask for them again. End it if it was asked to stop."""
+        unfilled = {number: one for number, one in self._ranked.items() if one.is_unfilled}
+        if not unfilled or self.is_ended:
+            return
+        where = ", ".join(f"rank {one.rank} on {one.host}" for one in unfilled.values())
+        if self._stop:
+            self._end(f"it was asked to stop by {self._stop} while it waited for {where}")
+        elif now_s >= self._say_s:
             self._say_s = now_s + SAY_EVERY_S
-            where = ", ".join(f"rank {one.rank} on {one.host}" for one in unfilled)
-            minutes = f"{waited_s / 60:.0f} min"
-            self.lines.append(f"the job waits for {where}, for {minutes} so far. Start its agent again, or end the job")
-            for one in unfilled:
+            minutes = f"{(now_s - self._planned_s) / 60:.0f} min"
+            lost = [f"RANK={number}" for number, one in unfilled.items() if not one.is_connected]
+            again = "Its spare is tried again"
+            if lost:
+                again = f"Start {' and '.join(lost)} again with the command of the run"
+            end = "To end the job, send SIGTERM to its processes, or create the file STOP in the run directory"
+            self.lines.append(f"the job waits for {where}, for {minutes} so far. {again}. {end}")
+            for one in unfilled.values():
                 if one.is_connected:
                     self._send_to_node(one.node, {"kind": "replace", "seat": one.seat})
 

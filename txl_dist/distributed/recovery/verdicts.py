@@ -92,16 +92,17 @@ def find_hung(statuses: Mapping[int, Status], *, met_for_s: float) -> dict[int, 
     """Return the ranks for which others have waited longer than their limit, each with the reason to kill it.
 
     Time before the ranks of this generation met, `met_for_s` ago, does not count: a rank has then waited for others.
-    A rank is not believed to wait if the heartbeat that said so is older than half of its limit.
+    If all of them say that they wait, those are named whose last heartbeat is older than half of their limit. They may
+    have stopped since. A rank that lacks a processor can look like that too, so ranks that do not wait come first.
     """
     idle = {number: min(status.idle_s, met_for_s) for number, status in statuses.items()}
     if not any(idle[number] > status.limit_s for number, status in statuses.items()):
         return {}
-    stuck = {}
-    for number, status in statuses.items():
-        if idle[number] > status.limit_s / 2:
-            stuck[number] = status._replace(is_waiting=status.is_waiting and status.silent_s < status.limit_s / 2)
-    return {number: f"hung: no progress for {idle[number]:.0f} s" for number in ranks_waited_for(stuck)}
+    stuck = {number: status for number, status in statuses.items() if idle[number] > status.limit_s / 2}
+    named = ranks_waited_for(stuck)
+    if all(stuck[number].is_waiting for number in named):
+        named = [number for number in named if stuck[number].silent_s > stuck[number].limit_s / 2] or named
+    return {number: f"hung: no progress for {idle[number]:.0f} s" for number in named}
 
 
 def ranks_waited_for(ranks: Mapping[int, RankProgress]) -> list[int]:

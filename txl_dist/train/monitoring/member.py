@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -73,6 +73,8 @@ CONNECT_S = 1
 """Seconds of one attempt to connect to the store of a generation, which exists already."""
 STORE_S = 60
 """Timeout in seconds of the store through which ranks connect. The store exists before any rank connects."""
+ASK_EVERY_S = 1.0
+"""Seconds between two looks for a request to stop while this rank waits for others."""
 _MAX_REASON = 1000
 """Largest number of characters of an error that the coordinator gets."""
 _MODULES = (
@@ -324,10 +326,12 @@ class Member:
         error.exit_code = int(self._end["code"])
         return error
 
-    def leave(self) -> None:
+    def leave(self, stop_reason: Callable[[], str]) -> None:
         """Leave the present generation, and return when all ranks are ready to meet in the newest one.
 
-        Does nothing if this generation is the newest. Raises LostRankError if the job ends meanwhile.
+        `stop_reason` returns the reason for which this rank was asked to stop, or an empty text. The coordinator needs
+        it if the job waits for a lost rank. Does nothing if this generation is the newest. Raises LostRankError if the
+        job ends meanwhile.
         """
         while self._is_superseded():
             self._begin_generation()
@@ -342,13 +346,24 @@ class Member:
                     self._store = TCPStore(_meeting_host(), 0, is_master=True, wait_for_workers=False)
                 port = self._store.port
             self._tell({"kind": "ready", "generation": self.generation, "port": port})
-            with self._condition:
-                self._condition.wait_for(lambda: self._has_met() or self.must_leave)
+            self._wait_to_meet(stop_reason)
             if self._is_ended:
                 raise self._ended()
             if self._has_met():
                 self._met_s = time.monotonic()
                 return
+
+    def _wait_to_meet(self, stop_reason: Callable[[], str]) -> None:
+        """Wait until all ranks are ready to meet, or this generation is over. Pass on a request to stop meanwhile."""
+        told = ""
+        while True:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._has_met() or self.must_leave, ASK_EVERY_S):
+                    return
+            reason = stop_reason()
+            if reason and reason != told:
+                told = reason
+                self._tell({"kind": "stop", "reason": reason})
 
     def mark_loaded(self) -> None:
         """Note that the state of the newest common version is loaded."""

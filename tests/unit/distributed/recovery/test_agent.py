@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from txl_dist.distributed.processes import process_id
+from txl_dist.errors import HANG
 
 AGENT = """
 import os, subprocess, sys
@@ -33,7 +34,7 @@ agent.FOUND_WITHIN_S = 0.5
 sys.exit(Agent(start, options).run())
 """
 RANK = """
-import json, os, sys, threading, time
+import json, os, signal, sys, threading, time
 import psutil
 from txl_dist.distributed.recovery.agent import connect_to
 from txl_dist.distributed.recovery.seat import read_seat
@@ -53,6 +54,7 @@ page = StatusPage(seat.path_of(seat.status))
 link = connect_to(seat.address)
 link.peer.setblocking(True)
 link.send({"kind": "rank", "pid": os.getpid()})
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 def note(word):
     with open(f"{folder}/{rank}", "a") as file:
@@ -198,6 +200,23 @@ def test_a_job_that_waits_goes_on_when_the_lost_agent_is_started_again(tmp_path:
     assert agents.wait_for("met 3", rank=0) == survivor
     assert agents.wait_for("met 3", rank=1) != lost
     assert [agent.poll() for agent in agents.agents] == [None, None]
+    agents.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bad_spares", [0, 100])
+def test_a_job_that_waits_ends_at_a_stop_signal_also_if_no_rank_is_left(num_bad_spares: int, tmp_path: Path) -> None:
+    agents = Agents(tmp_path, on_loss="wait", num_bad_spares=num_bad_spares, silent_s=20.0)
+    first, second = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    if num_bad_spares:
+        for victim in (first, second):
+            os.kill(victim, signal.SIGKILL)
+    else:
+        agents.agents[1].kill()
+    assert agents.agents[0].stderr is not None
+    text = next(line for line in agents.agents[0].stderr if "the job waits for" in line)
+    agents.agents[0].send_signal(signal.SIGTERM)
+    assert agents.agents[0].wait(30) == HANG, text
     agents.end()
 
 

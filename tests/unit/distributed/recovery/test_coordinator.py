@@ -8,6 +8,7 @@ import pytest
 
 from txl_dist.distributed.recovery.coordinator import READY_S, REPLACED_S, Coordinator
 from txl_dist.distributed.recovery.verdicts import PER_HOUR
+from txl_dist.errors import HANG
 
 LIMIT_S = 60.0
 
@@ -320,6 +321,15 @@ def test_a_hang_is_found_after_a_rank_that_was_being_killed_has_lost_its_place()
     assert job.kinds() == [(2, "kill")]
 
 
+def test_a_waiting_rank_that_lacks_a_processor_is_not_killed_in_place_of_the_one_that_hangs() -> None:
+    """Half of the limit is shorter than the silence limit."""
+    job = Job("aaa", silent_s=LIMIT_S)
+    for rank in range(3):
+        job.status(rank, idle_s=LIMIT_S + 1, silent_s=0.6 * LIMIT_S if rank == 1 else 0.1, waits=rank != 2)
+    job.tick()
+    assert [rank for rank, kind in job.kinds() if kind == "kill"] == [2]
+
+
 def test_the_time_in_which_a_rank_waits_for_the_others_to_become_ready_is_no_hang() -> None:
     job = Job()
     job.lose(2)
@@ -391,6 +401,27 @@ def test_a_job_that_waits_says_so_every_minute_and_asks_the_spare_again() -> Non
     assert job.kinds() == []
     job.tell(2, "ready", generation=2, port=0)
     assert [kind for _, kind in job.kinds()] == ["meet"] * 3
+
+
+def test_a_job_that_waits_ends_when_it_is_asked_to_stop() -> None:
+    job = Job("ab", on_loss="wait")
+    job.lose_agent(1)
+    job.tick()
+    assert "Start RANK=1 again" in job.coordinator.lines[-1]
+    assert not job.coordinator.is_ended
+    job.told()
+    job.tell(0, "stop", reason="SIGTERM")
+    job.tick()
+    assert [message["code"] for _, message in job.told()] == [HANG, HANG]
+    assert "asked to stop by SIGTERM while it waited for rank 1 on b" in job.coordinator.lines[-1]
+
+
+def test_a_request_to_stop_is_left_to_the_ranks_while_none_is_waited_for() -> None:
+    job = Job("aa", on_loss="wait")
+    job.tell(0, "stop", reason="SIGTERM")
+    job.lose(1)
+    job.tick(1, heard="0")
+    assert not job.coordinator.is_ended
 
 
 def test_a_lost_agent_that_connects_again_takes_its_rank_back() -> None:
