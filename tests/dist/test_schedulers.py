@@ -1,6 +1,7 @@
-"""Real ranks with other launchers: torchrun on two nodes, and slurm.sbatch with stand-ins for srun and scontrol.
+"""Real ranks with launchers: torchrun on two nodes, slurm.sbatch with stand-ins for srun and scontrol, `txl launch`.
 
-The second test is nightly. tests/unit/test_launch_scripts.py tests slurm.sbatch at a warning, a save and an end.
+All tests but the first are nightly. tests/unit/test_launch_scripts.py tests slurm.sbatch at a warning, a save and an
+end.
 """
 
 from __future__ import annotations
@@ -144,3 +145,37 @@ def test_a_job_of_slurm_survives_a_lost_node_and_is_not_queued_again(job: Path) 
     assert "The job continues with 1 of 2 ranks" in (job / "slurm.log").read_text()
     assert (job / "run/DONE").read_text() == "300\n"
     assert not (job / "scontrol.log").exists()
+
+
+@pytest.mark.nightly
+def test_txl_launch_names_the_agent_that_was_killed_and_the_same_command_continues(job: Path) -> None:
+    """DeepSpeed's node launcher ends all processes when one of its child processes is killed."""
+    steps = ("--train.max_steps", "100000", "--checkpoint.every_steps", "10")
+    words = ["launch", "--num_accelerators", "2", "--spares", "1", "tiny.toml", "--recover.on_loss", "shrink", *steps]
+    command = [sys.executable, "-m", "txl_dist", *words]
+    environment = os.environ | ENVIRONMENT
+
+    def start() -> subprocess.Popen[str]:
+        log = (job / "launch.log").open("a", encoding="utf-8")
+        return subprocess.Popen(command, cwd=job, env=environment, stdout=log, stderr=log, text=True)
+
+    process = start()
+    wait_for(lambda: last_step(job) >= 15, process=process)
+    tree = psutil.Process(process.pid).children(recursive=True)
+    agents = [child for child in tree if child.cmdline()[1:3] == ["-m", "txl_dist.distributed.recovery"]]
+    (agent,) = [child for child in agents if child.environ()["RANK"] == "1"]
+    agent.kill()
+    assert process.wait(timeout=120) == 76, (job / "launch.log").read_text()[-3000:]
+    last = (job / "launch.log").read_text().splitlines()[-1]
+    assert last.startswith(
+        "txl launch: the agent of a rank died of SIGKILL, so the launcher ended the job. Host memory"
+    )
+    assert last.endswith("The same command continues from the last checkpoint (exit code 76)")
+    assert not [child for child in tree if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+    stopped_at = max(int(path.name[-9:]) for path in (job / "run/checkpoints").glob("step_*"))
+    assert stopped_at >= 10
+    process = start()
+    wait_for(lambda: f"step_{stopped_at:09d}" in (job / "launch.log").read_text().partition(last)[2], process=process)
+    process.terminate()
+    assert process.wait(timeout=120) == 75

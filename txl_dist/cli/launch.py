@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from txl_dist.cli.parsing import last_values
 from txl_dist.cli.remote_words import check_remote, encode_words
 from txl_dist.cli.tyro_events import Argument
 from txl_dist.config.foreign_names import SURE, find_counterpart
@@ -88,8 +89,9 @@ Train on all GPUs of this machine, or on the nodes of a hostfile. Flags before t
 the `deepspeed` launcher (deepspeed --help), and flags after it to `txl train` (txl train CONFIG.toml --help). \
 Without GPUs, one rank starts on the CPU, or N ranks with --num_accelerators N. On one machine the ranks \
 connect through a free port, unless --master_port sets one. --verbose also shows the launcher's own messages. \
---spares 1 replaces a lost rank inside the running job (recover.spares). With --spare-nodes K the last K nodes \
-of the hostfile get no ranks until a node is lost.
+--spares 1 replaces a lost rank inside the running job. It sets recover.spares, which also works in `txl train` \
+under deepspeed and torchrun. With --spare-nodes K (recover.spare_nodes) the last K nodes of the hostfile get no \
+ranks until a node is lost.
 
 SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process remains at the end. Exit codes:
   0     the run is done (RUN/DONE)
@@ -127,9 +129,10 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
     from txl_dist.launcher.launch import launch_ranks
 
     run_dir = Path(settings.run.dir)
+    has_agents = settings.recover.spares > 0
     if not slots:
         flags = _flags_for_this_machine(flags, asked, num_ranks=num_ranks)
-        return launch_ranks(flags, train_words, run_dir=run_dir, seen_within_s=0.0, verbose=verbose)
+        return launch_ranks(flags, train_words, run_dir=run_dir, verbose=verbose, has_agents=has_agents)
     from txl_dist.launcher.deepspeed_files import files_for_launcher
 
     train_words = encode_words(train_words)
@@ -139,14 +142,25 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
     with files_for_launcher(Path(asked.hostfile or DEFAULT_HOSTFILE)) as files:
         os.environ.update(files.environment)
         flags += files.flags
-        return launch_ranks(flags, train_words, run_dir=run_dir, seen_within_s=SEEN_WITHIN_S, verbose=verbose)
+        return launch_ranks(
+            flags,
+            train_words,
+            run_dir=run_dir,
+            seen_within_s=SEEN_WITHIN_S,
+            verbose=verbose,
+            has_agents=has_agents,
+        )
 
 
 def _with_spares(words: Sequence[str]) -> list[str]:
-    """Return the words with the launcher flags --spares N and --spare-nodes N as settings. Raises ConfigError."""
+    """Return the words with the launcher flags --spares N and --spare-nodes N as settings.
+
+    Raises ConfigError for a wrong value, and for a flag that is repeated, also as a setting with another value.
+    """
     config_at = _index_of_config(words)
     kept: list[str] = []
     settings: list[str] = []
+    train_words = [] if config_at is None else words[config_at:]
     remaining = iter(words[:config_at])
     for word in remaining:
         flag, is_joined, value = word.partition("=")
@@ -157,10 +171,15 @@ def _with_spares(words: Sequence[str]) -> list[str]:
         number = value if is_joined else next(remaining, "")
         if not re.fullmatch(pattern, number):
             raise ConfigError(f"{flag} needs {meaning}, not {number!r}.")
+        if setting in settings:
+            raise ConfigError(f"{flag} is given several times. Give it once.")
+        others = last_values(setting, train_words)
+        if others not in ([], [number]):
+            raise ConfigError(
+                f"{flag} {number} and {setting} {' '.join(others)} contradict each other. Leave out one of these flags."
+            )
         settings += [setting, number]
-    if config_at is None:
-        return kept
-    return [*kept, *words[config_at:], *settings]
+    return [*kept, *train_words, *settings]
 
 
 def _index_of_config(words: Sequence[str]) -> int | None:
@@ -265,6 +284,11 @@ def _num_spare_ranks(asked: argparse.Namespace, spare_nodes: int, slots: Mapping
     """Return the number of processes that get no rank at the start. Raises ConfigError if no node is left for ranks."""
     if not spare_nodes:
         return 0
+    if not slots:
+        raise ConfigError(
+            f"recover.spare_nodes={spare_nodes} needs a hostfile, because the last nodes of the hostfile are the spare "
+            "nodes. Give one with --hostfile, or leave out the spare nodes."
+        )
     nodes = _chosen(asked, slots)
     sizes = [len(numbers) for numbers in nodes.values()][: int(asked.num_nodes or len(nodes))]
     num_nodes = len(sizes)

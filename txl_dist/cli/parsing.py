@@ -363,7 +363,7 @@ def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
         flag = argument.names[0]
     else:
         flag = argument.metavar
-    values = _values_of(flag, words)
+    values = last_values(flag, words)
     if _name(flag) in setting_names():
         return explain_flag(_name(flag), values)
     meaning = ""
@@ -388,13 +388,13 @@ def _settings_out_of_range(words: Sequence[str]) -> list[str]:
         if not word.startswith("--") or name not in setting_names():
             continue
         flag = word.partition("=")[0]
-        line = explain_flag(name, _values_of(flag, words))
+        line = explain_flag(name, last_values(flag, words))
         if line and line not in lines:
             lines.append(line)
     return lines
 
 
-def _values_of(flag: str, words: Sequence[str]) -> list[str]:
+def last_values(flag: str, words: Sequence[str]) -> list[str]:
     """Return the values after the last occurrence of a flag. The flag may be spelt with hyphens or underscores."""
     values: list[str] = []
     for number, word in enumerate(words):

@@ -697,7 +697,8 @@ class RecoverSection(Section):
 
     spares: Annotated[int, Field(ge=0, le=1), FREE] = 0
     """1: replace a rank that dies or freezes, by a spare process per node, and repeat the step. The state of the last
-    two steps stays in host memory. GPUs need allow_gpu. 0: a lost rank ends the job with exit code 76."""
+    two steps stays in host memory. Works under `txl launch` (--spares 1), deepspeed and torchrun. GPUs need allow_gpu.
+    0: a lost rank ends the job with exit code 76."""
     copies: Annotated[Literal["node", "partner"], FREE] = "node"
     """node: the copies of a rank's state stay on its node, so a lost node ends the job or takes it to the last
     checkpoint. partner: the next node keeps copies too."""

@@ -8,6 +8,7 @@ group of its own:
     own death     makes the kernel send SIGTERM to the launcher. Then the ranks notice its end, save and exit
     output        useless lines of the launcher are removed (output_filter.py), and a last line says how the run ended
     exit code     0 if this start wrote RUN/DONE, 75 to start again, 76 if a rank was lost, else the launcher's code
+    recovery      with `recover.spares` the launcher's child processes are agents. It ends the job when one is killed
     other nodes   ssh ends if its node does not respond, because the launcher would otherwise wait forever
 """
 
@@ -52,13 +53,14 @@ def launch_ranks(
     grace_s: float = GRACE_S,
     seen_within_s: float = 0.0,
     verbose: bool = False,
+    has_agents: bool = False,
 ) -> int:
     """Run `deepspeed launcher_flags --module txl_dist train train_words` to its end. Returns the exit code.
 
     Call this function in the main thread only. `grace_s` is the time in seconds in which ranks can save and exit after
     the launcher has ended. `seen_within_s` is the longest delay in seconds after which a file of another node is
-    visible here. With `verbose` the launcher's output is not filtered. Raises ConfigError if there is no `deepspeed`
-    program.
+    visible here. With `verbose` the launcher's output is not filtered. `has_agents` says whether the launcher's child
+    processes are agents of ranks (`recover.spares`). Raises ConfigError if there is no `deepspeed` program.
     """
     if shutil.which("deepspeed") is None:
         raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
@@ -94,7 +96,7 @@ def launch_ranks(
     if signals.ended_launcher and code == 1 and not is_done:  # what the launcher of several nodes makes of a signal
         code = REQUEUE
     result = exit_code(code, is_done=is_done, sent=signals.sent)
-    word = last_word(result, launcher_code=code, run_dir=run_dir)
+    word = last_word(result, launcher_code=code, run_dir=run_dir, has_agents=has_agents)
     if word:
         with suppress(OSError):  # a terminal that is gone
             echo(f"txl launch: {word} (exit code {result})", to=sys.stderr)
@@ -133,11 +135,11 @@ def signal_of(code: int) -> int:
     return 0
 
 
-def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
+def last_word(code: int, *, launcher_code: int, run_dir: Path, has_agents: bool = False) -> str:
     """Return a text that says how a run ended.
 
     The text is empty if the run is done or its settings were refused, because a rank has then printed the outcome
-    itself.
+    itself. `has_agents` says whether the launcher's child processes are agents of ranks.
     """
     remedy = "The same command continues"
     if code in (0, ConfigError.exit_code):
@@ -147,24 +149,40 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
     if code != HANG:
         log = run_dir / LOG
         return "training failed. The reason is above" + (f", and the log of the run is {log}" if log.is_file() else "")
-    if launcher_code == SSH_FAILED:
-        return f"a node could not be reached any more, or a rank died of SIGHUP. {remedy} from the last checkpoint"
     number = signal_of(launcher_code)
-    if number:
-        if number in set(signal.Signals):
-            name = signal.Signals(number).name
-        else:
-            name = f"signal {number}"
-        if number == signal.SIGKILL:
-            hint = ". The system does that when host memory runs out, see `dmesg`"
-        else:
-            hint = ""
-        return f"a rank died of {name}{hint}. {remedy} from the last checkpoint"
-    if launcher_code == HANG:
-        lost = "a rank hung or was lost"
+    if launcher_code == SSH_FAILED:
+        victim = "an agent" if has_agents else "a rank"
+        cause = f"a node could not be reached any more, or {victim} died of SIGHUP"
+    elif number:
+        cause = _cause_of_signal(number, launcher_code=launcher_code, has_agents=has_agents)
+    elif launcher_code == HANG and has_agents:
+        cause = "a rank or its agent hung or was lost, and was not replaced"
+    elif launcher_code == HANG:
+        cause = "a rank hung or was lost"
     else:
-        lost = "the launcher ended before the run was done"
-    return f"{lost}. {remedy} from the last checkpoint"
+        cause = "the launcher ended before the run was done"
+    return f"{cause}. {remedy} from the last checkpoint"
+
+
+def _cause_of_signal(number: int, *, launcher_code: int, has_agents: bool) -> str:
+    """Return a text that says which process a signal has ended, for `last_word`.
+
+    An agent exits with 128 plus the number of the signal that has ended its rank. DeepSpeed's node launcher passes that
+    on, and makes 256 minus the number of a signal that has ended the agent itself.
+    """
+    if number in set(signal.Signals):
+        name = signal.Signals(number).name
+    else:
+        name = f"signal {number}"
+    if not has_agents:
+        cause = f"a rank died of {name}"
+    elif 128 < launcher_code < 192:
+        cause = f"a rank or its agent died of {name}"
+    else:
+        cause = f"the agent of a rank died of {name}, so the launcher ended the job"
+    if number == signal.SIGKILL:
+        cause += ". Host memory may have run out, see `dmesg`"
+    return cause
 
 
 class _Forwarding:

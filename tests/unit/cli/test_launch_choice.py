@@ -35,7 +35,8 @@ WRONG = [
     ("--spares 2", "--spares needs 0 or 1, the number of spare processes per node, not '2'"),
     ("--spares", "not ''"),
     ("--spare-nodes x", "--spare-nodes needs the number of spare nodes at the end of the hostfile, not 'x'"),
-    ("--spares 1 --spare-nodes 1", "recover.spare_nodes=1 leaves none of 0 nodes for ranks"),
+    ("--spares 1 --spares 0", "--spares is given several times"),
+    ("--spares 1 --spare-nodes 1", "recover.spare_nodes=1 needs a hostfile"),
     ("--hostfile hosts --spares 1 --spare-nodes 2", "recover.spare_nodes=2 leaves none of 2 nodes for ranks"),
     ("--hostfile hosts --spares 1 --spare-nodes 1", "needs the same number of slots on every node of the hostfile"),
 ]
@@ -91,6 +92,30 @@ def test_spares_become_a_setting_of_the_ranks(flag: list[str]) -> None:
 def test_spare_nodes_become_a_setting_of_the_ranks() -> None:
     words = _with_spares(["--spares", "1", "--spare-nodes", "2", "c.toml"])
     assert words == ["c.toml", "--recover.spares", "1", "--recover.spare_nodes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--spares 1", "--recover.spares 0"),
+        ("--spares=0", "--recover.spares=1"),
+        ("--spare-nodes 2", "--recover.spare_nodes 1"),
+        ("--spare-nodes 2", "--recover.spare-nodes=0"),
+    ],
+)
+def test_a_flag_that_contradicts_its_setting_is_refused_with_both_names(
+    flag: str, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *flag.split(), "c.toml", *setting.split()]) == 2
+    said = capsys.readouterr().err
+    for word in (flag.replace("=", " "), setting.replace("=", " ").replace("spare-n", "spare_n"), "contradict"):
+        assert word in said
+
+
+@pytest.mark.parametrize("setting", ["--recover.spares 1", "--recover.spares 0 --recover.spares 1"])
+def test_a_flag_and_a_setting_of_the_same_value_are_allowed(setting: str) -> None:
+    words = _with_spares(["--spares", "1", "c.toml", *setting.split()])
+    assert words == ["c.toml", *setting.split(), "--recover.spares", "1"]
 
 
 def test_without_spares_the_words_stay_as_they_are() -> None:

@@ -264,13 +264,38 @@ def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.Mo
     assert run_launch(words, read_settings=lambda *_: Config()) == 75
     assert seen["flags"][:-1] == ["--num_accelerators", "2", "--master_port"]
     assert seen["words"] == ["c.toml", "--train.max_steps", "7"]
-    assert seen["rest"] == {"run_dir": Path(Config().run.dir), "seen_within_s": 0.0, "verbose": False}
+    assert seen["rest"] == {"run_dir": Path(Config().run.dir), "verbose": False, "has_agents": False}
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     run_launch(["c.toml"], read_settings=lambda *_: Config())
     assert seen["flags"][:-1] == ["--num_accelerators", "1", "--master_port"]
     with pytest.raises(ConfigError, match=r"no argument ends in \.toml"):
         run_launch(["--num_gpus", "2"], read_settings=lambda *_: Config())
     assert run_launch(["--help"], read_settings=lambda *_: Config()) == 0
+
+
+def test_the_launcher_of_agents_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        "txl_dist.launcher.launch.launch_ranks", lambda flags, words, **rest: seen.append(rest["has_agents"]) or 0
+    )
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for spares in (0, 1):
+        settings = Config.model_validate({"recover": {"spares": spares}})
+        run_launch(["c.toml"], read_settings=lambda *_, settings=settings: settings)
+    assert seen == [False, True]
+
+
+def test_the_last_line_names_the_agent_that_was_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed's node launcher exits with 256 - 9 when one of its child processes was killed."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    stand_in(folder, "import sys\nsys.exit(-9)")
+    assert launch_ranks([], ["c.toml"], run_dir=Path("run"), has_agents=True) == HANG
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("txl launch: the agent of a rank died of SIGKILL, so the launcher ended the job")
+    assert last.endswith("The same command continues from the last checkpoint (exit code 76)")
 
 
 def flags_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:

@@ -223,7 +223,7 @@ def test_a_terminal_that_is_made_wider_is_wider_for_the_ranks(folder: Path) -> N
         (76, 76, "a rank hung or was lost. The same"),
         (76, 0, "the launcher ended before the run was done. The same"),
         (76, 139, "a rank died of SIGSEGV. The same"),
-        (76, 247, "a rank died of SIGKILL. The system does that"),
+        (76, 247, "a rank died of SIGKILL. Host memory may have run out, see `dmesg`. The same"),
         (76, 255, "a node could not be reached any more, or a rank died of SIGHUP. The same"),
         (1, 1, "training failed. The reason is above"),
     ],
@@ -232,3 +232,19 @@ def test_the_last_word_says_what_became_of_the_run(code: int, launcher_code: int
     word = last_word(code, launcher_code=launcher_code, run_dir=Path("runs/a"))
     assert word.startswith(expected)
     assert bool(word) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("launcher_code", "expected"),
+    [
+        (247, "the agent of a rank died of SIGKILL, so the launcher ended the job. Host memory may have run out"),
+        (137, "a rank or its agent died of SIGKILL. Host memory may have run out"),
+        (245, "the agent of a rank died of SIGSEGV, so the launcher ended the job. The same"),
+        (76, "a rank or its agent hung or was lost, and was not replaced. The same"),
+        (255, "a node could not be reached any more, or an agent died of SIGHUP. The same"),
+    ],
+)
+def test_with_recovery_the_last_word_blames_no_rank_for_the_end_of_its_agent(launcher_code: int, expected: str) -> None:
+    word = last_word(76, launcher_code=launcher_code, run_dir=Path("runs/a"), has_agents=True)
+    assert word.startswith(expected)
+    assert word.endswith("The same command continues from the last checkpoint")
