@@ -31,6 +31,8 @@ FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
 RECOVER_S = 20.0
 """Seconds from a failure to the repeated step: the silence limit of 6 s, new process groups, engine and state. The
 value is a guess, because recovery has not run on GPUs."""
+SPARE_BYTES = 400e6
+"""Host memory in bytes of a spare, which is one process per node with all modules that a rank imports."""
 REFERENCE_GPUS = 1000
 """Number of GPUs for which a plan shows the goodput too."""
 
@@ -74,6 +76,27 @@ class RecoveryCost:
     """Goodput of REFERENCE_GPUS GPUs with the same steps and the same size of versions."""
 
 
+def version_bytes(
+    *, state_bytes: float, memory_bytes: float, ranks: int, ranks_per_node: int, is_sharded: bool
+) -> float:
+    """Return the bytes of one version of a rank's state. The module's docstring has the formula.
+
+    `state_bytes` are the bytes of all weights with their optimizer state, and `memory_bytes` those of all memories.
+    `is_sharded` is false at ZeRO stage 0.
+    """
+    if is_sharded:
+        return (state_bytes + memory_bytes) / ranks
+    return state_bytes / min(ranks, ranks_per_node) + memory_bytes / ranks
+
+
+def num_versions(*, has_partner: bool, partner_every: int) -> int:
+    """Return the number of versions that the agent of a rank holds, those of its partner included."""
+    if not has_partner:
+        return 2
+    own = 3 if partner_every > 1 else 2
+    return own + NUM_PARTNER_SLOTS
+
+
 def recovery_cost(
     *,
     state_bytes: float,
@@ -98,17 +121,18 @@ def recovery_cost(
     """
     local_gpus = min(gpus, gpus_per_node)
     has_partner = gpus > gpus_per_node
-    if is_sharded:
-        version_bytes = (state_bytes + memory_bytes) / gpus
-    else:
-        version_bytes = state_bytes / local_gpus + memory_bytes / gpus
-    num_slots = 3 if has_partner and partner_every > 1 else 2
+    size = version_bytes(
+        state_bytes=state_bytes,
+        memory_bytes=memory_bytes,
+        ranks=gpus,
+        ranks_per_node=gpus_per_node,
+        is_sharded=is_sharded,
+    )
     if has_partner:
-        num_slots += NUM_PARTNER_SLOTS
-        partner_s = local_gpus * version_bytes / (network_gb_s * 1e9)
+        partner_s = local_gpus * size / (network_gb_s * 1e9)
     else:
         partner_s = 0.0
-    copy_s = version_bytes / (copy_gb_s * 1e9)
+    copy_s = size / (copy_gb_s * 1e9)
     long_waits = max(0.0, copy_s + partner_s - overlap_s)
     short_waits = max(0.0, copy_s - overlap_s) * (partner_every - 1)
     wait_share = (long_waits + short_waits) / partner_every / step_s
@@ -121,8 +145,8 @@ def recovery_cost(
     return RecoveryCost(
         has_partner=has_partner,
         partner_every=partner_every,
-        version_gib=version_bytes / 2**30,
-        host_gib=local_gpus * version_bytes * num_slots / 2**30,
+        version_gib=size / 2**30,
+        host_gib=local_gpus * size * num_versions(has_partner=has_partner, partner_every=partner_every) / 2**30,
         copy_s=copy_s,
         partner_s=partner_s,
         step_pct=100 * (copy_s + partner_s / partner_every) / step_s,

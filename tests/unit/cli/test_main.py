@@ -4,6 +4,7 @@ effect."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -255,6 +256,28 @@ def test_a_dry_run_prints_what_would_run_and_starts_nothing(
     assert "memory per rank, estimated" in rest
     assert "2 ranks x 2 micro-batches x 2 lanes" in dry_run(config_file, "--ranks", "2", capsys=capsys)[1]
     assert not (config_file.parent / "run").exists()
+
+
+def test_a_dry_run_counts_the_copies_of_recovery(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def copies(*flags: str) -> float:
+        rest = dry_run(config_file, "--ranks", "2", "--recover.spares", "1", *flags, capsys=capsys)[1]
+        counted = re.search(r"^memory per rank, .* MiB .*recovery copies ([\d.,]+)\)$", rest, re.MULTILINE)
+        said = re.search(r"^recover\.spares: (\S+) MiB of host .* 400 MB per node for the spare$", rest, re.MULTILINE)
+        assert counted is not None
+        assert said is not None
+        assert counted[1] == said[1]
+        return float(said[1].replace(",", ""))
+
+    wide = ("--model.width", "512", "--model.head_width", "128")
+    found = re.search(r"model: ([\d,]+) parameters", dry_run(config_file, *wide, capsys=capsys)[1])
+    assert found is not None
+    memories = 8 * (2 * 16 * 512 * 4 + 16 * 8)  # lanes * (layers * positions * width * fp32, and document ids)
+    version = (12 * int(found[1].replace(",", "")) + memories) / 2 / 2**20
+    assert copies(*wide) == pytest.approx(2 * version, abs=0.051)
+    partner = ("--recover.copies", "partner")
+    assert copies(*wide, *partner) == pytest.approx(4 * version, abs=0.051)
+    assert copies(*wide, *partner, "--recover.partner_every", "3") == pytest.approx(5 * version, abs=0.051)
+    assert "recover" not in dry_run(config_file, capsys=capsys)[1]
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(

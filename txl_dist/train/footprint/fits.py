@@ -130,6 +130,8 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
         copies = 5
     else:
         copies = 3
+    if on_gpu:
+        copies += config.recover.spares
     memories = copies * sum(train.memory_per_layer(model.num_layers)) * model.width * plan.lanes_per_rank
     num_queries = train.segment_len + train.num_targets
     rows += lanes * train.num_targets

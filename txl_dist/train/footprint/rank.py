@@ -142,6 +142,8 @@ def _held_bytes(config: Config, sizes: _Sizes, *, plan: BatchPlan, on_gpu: bool)
         "memories": float(sizes.lane_memory * _num_held_memories(engine, plan=plan, on_gpu=on_gpu)),
     }
     if on_gpu:
+        if config.recover.spares:  # before the copy to the host, memories are copied on the device (`PinnedSlotCopy`)
+            held["recovery copy"] = float(sizes.lane_memory * plan.lanes_per_rank)
         return held
     if config.checkpoint.asynchronous:
         if _has_masters(engine):

@@ -163,6 +163,7 @@ def test_what_fits_by_the_formula_is_not_followed(monkeypatch: pytest.MonkeyPatc
         {"model": {"ff_width": 4096, "cutoffs": []}, "train": {"segment_len": 64}, "engine": {"zero_stage": 3}},
         {"model": {"positions": "absolute"}, "train": LONG | {"memory_len": 0}},
         {"model": WIDE | {"any_order": True}, "train": LONG | {"objective": "permutation"}},
+        {"train": LONG | {"memory_len": 4096}, "recover": {"spares": 1}},
     ],
 )
 def test_the_formula_is_never_below_the_prediction(changes: dict[str, Any], on_gpu: bool) -> None:

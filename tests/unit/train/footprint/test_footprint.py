@@ -164,6 +164,14 @@ def test_the_copy_of_a_checkpoint_is_foreseen_where_one_is_made() -> None:
     assert "checkpoint copy" not in held(tiny_config(), on_gpu=True)
 
 
+def test_the_copy_of_the_memories_for_recovery_is_on_a_gpu_alone() -> None:
+    recovered = tiny_config(recover={"spares": 1})
+    assert held(recovered) == held(tiny_config())
+    without, with_copy = (held(config, world_size=2, on_gpu=True) for config in (tiny_config(), recovered))
+    assert with_copy.pop("recovery copy") == 2 * 2 * 12 * 32 * 4  # lanes * layers * positions * width * fp32
+    assert with_copy == without
+
+
 def test_accumulated_gradients_and_an_exchange_by_buckets_are_foreseen() -> None:
     def fullest(stage: int, microbatch_lanes: int) -> float:
         train = {"num_lanes": 4, "microbatch_lanes": microbatch_lanes, "memory_len": 0}
