@@ -25,6 +25,7 @@ from txl_dist.train.monitoring.run_lock import RunLock
 
 ON = ("--recover.spares", "1")
 PARTNER = ("--recover.copies", "partner")
+RARELY = ("--recover.copy_every", "4")
 POINTS = ("step", "vote", "decided", "updated", "boundary", "half-stored", "stored")
 """Points of a step at which a rank is killed."""
 SAVE_POINTS = ("save-begin", "save-copied", "save-file-half", "save-written", "save-manifest", "save-renamed", "saved")
@@ -91,7 +92,7 @@ def replaced(
     saved = [record["step"] for record in run.records("event") if record["event"] == "saved"]
     if KEEP_BEST[-2] in settings and STRUCK_AT not in saved:  # it was the best when the rank was lost
         case.problems.append(f"the best checkpoint is not among {saved}")
-    lost = _judge_events(case, run)
+    lost = _judge_events(case, run, copy_every=int(RARELY[1]) if RARELY[0] in settings else 1)
     if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
         case.problems.append(f"the ranks {lost} were replaced")
     return lab.report(case)
@@ -337,13 +338,13 @@ def children_of(pid: int) -> set[int]:
     return set()
 
 
-def _judge_events(case: Case, run: Run) -> list[int]:
+def _judge_events(case: Case, run: Run, *, copy_every: int = 1) -> list[int]:
     """Fill the figures of a case. Returns the ranks that were replaced, one per loss."""
     events = [record for record in run.records("event") if record["event"] == "recovered"]
     if not events:
         case.problems.append("no event says that the job has recovered")
-    if any(event["restored_from"] == "copies" and event["repeated_steps"] > 2 for event in events):
-        case.problems.append("more steps were made again than the one in flight and the one before it")
+    if any(event["restored_from"] == "copies" and event["repeated_steps"] > 1 + copy_every for event in events):
+        case.problems.append("more steps were made again than the one in flight and those since the last copies")
     for name in ("notice_s", "regroup_s", "restore_s", "redo_s"):
         case.figures[name] = max((event[name] for event in events), default=0.0)
     return [rank for event in events for rank in event["ranks"]]
@@ -376,6 +377,11 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for point in ("step", "half-stored", "stored", "sent"):
         for rank in (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{STRUCK_AT}:{point}", *PARTNER, stage=3, nodes=2)
+    for stage in range(4):
+        for fault in (f"kill:1:{STRUCK_AT}:updated", "kill:0:12:half-stored", f"kill:0:{STRUCK_AT},kill:1:11:step@2"):
+            yield partial(replaced, lab, fault, *RARELY, *SAMPLES, "--eval.every_steps", "3", stage=stage)
+        yield partial(replaced, lab, "kill:1:12:sent", *RARELY, *PARTNER, "--recover.partner_every", "2",
+                      stage=stage, nodes=2)  # fmt: skip
     for rank in (0, 1):
         yield partial(locked, lab, f"kill:{rank}:{STRUCK_AT},slow:{1 - rank}:2:leave@2")
         yield partial(failed, lab, rank=rank)
@@ -389,3 +395,4 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         yield partial(shrunk, lab, lost=[0, 1, 2], left=1, stage=stage)
         yield partial(node_lost, lab, stage=stage, per_node=1 + stage % 2)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")
+    yield partial(ended, lab, "kill:1:11:step@*", *RARELY, reason="The same happened before at this step")

@@ -50,7 +50,7 @@ def test_a_rank_whose_collective_survives_the_cut_kills_itself(
         process = forked.start(wait_in, module, seconds, variables=variables, out=tmp_path / "out.txt")
         agent, _ = listener.accept()
         with agent:
-            plan = {"kind": "plan", "generation": 2, "losses": [], "began_s": time.monotonic()}
+            plan = {"kind": "plan", "generation": 2, "losses": [], "repeat_until": 0, "began_s": time.monotonic()}
             agent.sendall(json.dumps(plan).encode() + b"\n")
             process.join(60)
     os.close(page)

@@ -2,16 +2,17 @@
 
     python -m tools.benchmarks.measure_copies [--rounds 20] [--most 6]         steps of about 50 ms, 2 ranks
     python -m tools.benchmarks.measure_copies --config configs/quickstart.toml --most 1         the quick start's step
+    python -m tools.benchmarks.measure_copies --copy-every 4         copies every four steps, as with recover.copy_every
     python -m tools.benchmarks.measure_copies --rounds 1 --steps 2             the smallest size, 20 s
 
 Two ranks train in this program's own processes. The ways take turns, a block of steps each, because the speed of a
 machine drifts:
 
     off        no copies
-    node       a thread copies the state of each step into memory of another process, as with recover.spares = 1
+    node       a thread copies the state into memory of another process, as with recover.spares = 1
     partner    the thread also sends it to the process of the other rank over TCP, as with recover.copies = partner
 
-The share is the median, over the rounds, of a block's median step divided by that of the block without copies. With
+The share is the median, over the rounds, of a block's mean step divided by that of the block without copies. With
 `--most P` the program exits with code 1 if copies on the node cost more than P percent. Both ranks run on this machine,
 so the partner's work takes the time of the same cores. It runs on CPUs only.
 """
@@ -67,8 +68,12 @@ sys.stdin.read()
 class Bench:
     """One rank that trains, with slots for copies on its node and slots for copies on a partner node too."""
 
-    def __init__(self, config: Config, ranks: RankInfo, keeper: dict[str, Any]) -> None:
-        """Build the parts of a run. `keeper` describes the process that keeps this rank's copies."""
+    def __init__(self, config: Config, ranks: RankInfo, keeper: dict[str, Any], *, copy_every: int) -> None:
+        """Build the parts of a run. `keeper` describes the process that keeps this rank's copies.
+
+        The state is copied after each step whose number is a multiple of `copy_every`.
+        """
+        self._copy_every = copy_every
         context = plan_run(config, ranks).stages[0].context
         self.engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=ranks)
         self.slots: StateSlots | None = None
@@ -121,7 +126,7 @@ class Bench:
             self.slots.wait()
 
     def _step(self) -> float:
-        """Make one training step, and begin to store the state after it."""
+        """Make one training step, and begin to store the state after it if a copy is due."""
         began = time.perf_counter()
         self._clock.begin()
         given = next(self._inputs)
@@ -129,7 +134,7 @@ class Bench:
         memories, decision = self._stepper(given, self._state.memories, step=step, votes=StepFlags())
         self.engine.step(lr=1e-5, grad_norm=decision.grad_norm)
         self._state = TrainState(step, 0, Health(), given.stream, memories)
-        if self.slots is not None:
+        if self.slots is not None and step % self._copy_every == 0:
             self.slots.store(self._state, self.engine, {})
         return time.perf_counter() - began
 
@@ -141,7 +146,7 @@ def work(rank: int, config: Config, port: int, arguments: argparse.Namespace) ->
     keeper = subprocess.Popen([sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert keeper.stdout is not None
     with distributed_context(timeout_s=600) as ranks:
-        bench = Bench(config, ranks, parse_object(keeper.stdout.readline()))
+        bench = Bench(config, ranks, parse_object(keeper.stdout.readline()), copy_every=arguments.copy_every)
         code = measure(bench, ranks, arguments)
         barrier()  # each rank's keeper has the copies of the other rank
     sys.stdout.flush()
@@ -165,7 +170,7 @@ def measure(bench: Bench, ranks: RankInfo, arguments: argparse.Namespace) -> int
     print("| copies | step, ms: minimum | median | longer than without, median of rounds |\n|---|---|---|---|")
     for way, measured in blocks.items():
         pairs = zip(measured, blocks["off"], strict=True)
-        ratios = [statistics.median(block) / statistics.median(off) for block, off in pairs]
+        ratios = [statistics.fmean(block) / statistics.fmean(off) for block, off in pairs]
         shares[way] = 100 * (statistics.median(ratios) - 1)
         times = [1000 * second for block in measured for second in block]
         print(f"| {way} | {min(times):.1f} | {statistics.median(times):.1f} | {shares[way]:+.1f} % |")
@@ -182,6 +187,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=None, help="settings of the run, whose corpus exists")
     parser.add_argument("--rounds", type=positive, default=20, help="blocks of each way")
     parser.add_argument("--steps", type=positive, default=10, help="timed steps of a block")
+    parser.add_argument("--copy-every", type=positive, default=1, metavar="N", help="steps between two copies")
     parser.add_argument("--most", type=float, default=0.0, metavar="P", help="largest cost on the node, in %%")
     arguments = parser.parse_args()
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

@@ -143,6 +143,15 @@ def check_config(config: Config) -> None:
             f"recover.on_loss={config.recover.on_loss} needs recover.spares=1",
         ),
         (
+            config.recover.copy_every == 1 or config.recover.spares > 0,
+            f"recover.copy_every={config.recover.copy_every} needs recover.spares=1",
+        ),
+        (
+            config.checkpoint.every_steps == 0 or config.recover.copy_every <= config.checkpoint.every_steps,
+            f"recover.copy_every={config.recover.copy_every} must not be above checkpoint.every_steps="
+            f"{config.checkpoint.every_steps}, because checkpoints would be newer than copies",
+        ),
+        (
             config.recover.partner_every == 1 or config.recover.copies == "partner",
             f"recover.partner_every={config.recover.partner_every} needs recover.copies=partner",
         ),

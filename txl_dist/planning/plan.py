@@ -580,6 +580,7 @@ class _Planner:
             overlap_s=option.step.total_s - option.step.optimizer,
             copy_gb_s=COPY_GB_S,
             network_gb_s=cluster.network_gb_s,
+            copy_every=self.given.recover.copy_every,
             partner_every=self.given.recover.partner_every,
             wait_s=self._saving_wait_s(saved.total),
             restart_s=RESTART_S,

@@ -1,17 +1,17 @@
 """Predicted cost and gain of recovery inside the job, by arithmetic. Nothing here was measured on a GPU.
 
 With P bytes of weights and optimizer state, M bytes of memories, W GPUs, g GPUs per node, steps of s seconds, a version
-for the next node every k steps, and F seconds between two failures of any GPU:
+every n steps, of which each k-th one is for the next node too, and F seconds between two failures of any GPU:
 
     version of a rank    v = P / W + M / W. At ZeRO stage 0 the ranks of a node divide the state: v = P / g + M / W
     host memory per node g v (own slots + 2), where own slots are 2, or 3 if k > 1. On one node g v 2
     copy to the host     c = v / bandwidth of the PCIe link that each GPU has
     copy to the partner  p = g v / network bandwidth of a node
-    share of a step      (c + p / k) / s, most of which overlaps with the next forward and backward pass
-    a step waits         max(0, c - b), and max(0, c + p - b) every k steps, where b is the time of these passes
-    steps made again     the one in flight, half of it on average. With a lost node, (k - 1) / 2 finished ones more
+    share of a step      (c + p / k) / (n s), most of which overlaps with the next forward and backward pass
+    a version waits      max(0, c - b), and each k-th one max(0, c + p - b), where b is the time of these passes
+    steps made again     the one in flight, half of it on average. With a lost node, (n k - 1) / 2 finished ones more
     time lost without    wait / interval + (interval / 2 + restart) / F, with interval = sqrt(2 wait F) (Young 1974)
-    time lost with       wait / interval + mean wait / s + (RECOVER_S + s / 2 + s (k - 1) / 2) / F
+    time lost with       wait / interval + mean wait / s + (RECOVER_S + s / 2 + s (n k - 1) / 2) / F
     goodput              1 - time lost
 
 The gain assumes that every failure is survived, and takes a node. Failures of two neighbours at once are not counted,
@@ -56,7 +56,8 @@ class RecoveryCost:
 
     has_partner: bool
     """Whether the job has another node for copies."""
-    partner_every: int
+    partner_steps: int
+    """Steps between two versions for the next node."""
     version_gib: float
     """Size of one version of a rank's state in GiB."""
     host_gib: float
@@ -70,7 +71,8 @@ class RecoveryCost:
     wait_pct: float
     """Percentage of a step that training waits for the copies."""
     most_repeated_steps: int
-    """Largest number of finished steps that a lost node repeats, in addition to the step in flight."""
+    """Largest number of finished steps that a lost node repeats, in addition to the step in flight. On one node: that a
+    lost rank repeats."""
     goodput: PredictedGoodput
     reference: PredictedGoodput
     """Goodput of REFERENCE_GPUS GPUs with the same steps and the same size of versions."""
@@ -108,6 +110,7 @@ def recovery_cost(
     overlap_s: float,
     copy_gb_s: float,
     network_gb_s: float,
+    copy_every: int,
     partner_every: int,
     wait_s: float,
     restart_s: float,
@@ -135,8 +138,9 @@ def recovery_cost(
     copy_s = size / (copy_gb_s * 1e9)
     long_waits = max(0.0, copy_s + partner_s - overlap_s)
     short_waits = max(0.0, copy_s - overlap_s) * (partner_every - 1)
-    wait_share = (long_waits + short_waits) / partner_every / step_s
-    most_repeated = partner_every - 1 if has_partner else 0
+    partner_steps = copy_every * partner_every
+    wait_share = (long_waits + short_waits) / partner_steps / step_s
+    most_repeated = (partner_steps if has_partner else copy_every) - 1
     repeated_s = step_s * (1 + most_repeated) / 2
 
     def goodput(count: int) -> PredictedGoodput:
@@ -144,12 +148,12 @@ def recovery_cost(
 
     return RecoveryCost(
         has_partner=has_partner,
-        partner_every=partner_every,
+        partner_steps=partner_steps,
         version_gib=size / 2**30,
         host_gib=local_gpus * size * num_versions(has_partner=has_partner, partner_every=partner_every) / 2**30,
         copy_s=copy_s,
         partner_s=partner_s,
-        step_pct=100 * (copy_s + partner_s / partner_every) / step_s,
+        step_pct=100 * (copy_s + partner_s / partner_every) / copy_every / step_s,
         wait_pct=100 * wait_share,
         most_repeated_steps=most_repeated,
         goodput=goodput(gpus),

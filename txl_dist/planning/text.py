@@ -246,7 +246,7 @@ def _recovery(cost: RecoveryCost) -> Iterator[str]:
     )
     copies = f"  copies: {1e3 * cost.copy_s:.2f} ms over PCIe"
     if cost.has_partner:
-        every = "step" if cost.partner_every == 1 else counted(cost.partner_every, "step")
+        every = "step" if cost.partner_steps == 1 else counted(cost.partner_steps, "step")
         copies += f", {1e3 * cost.partner_s:.2f} ms to the next node every {every}"
     yield f"{copies}: {cost.step_pct:.0f}% of a step, of which it waits for {cost.wait_pct:.0f}%"
     if not cost.has_partner:

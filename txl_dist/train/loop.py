@@ -90,6 +90,11 @@ class Start(NamedTuple):
     stored: StoredState | None = None
     """State to continue from after the loss of a rank, or None. It differs between ranks."""
 
+    @property
+    def origin(self) -> str:
+        """Source of the state: the `copies` of recovery, a `checkpoint`, or the `start` of a new run."""
+        return "copies" if self.stored else ("checkpoint" if self.saved else "start")
+
 
 class TrainingRun:
     """Training of one phase of a run on one rank: the parts of the run, and the loop that uses them.
@@ -376,7 +381,7 @@ class TrainingRun:
         if step == self.start.step + 1:  # no later step takes as long as the first
             set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
-            self._report_recovery()
+        self._report_recovery(step)
         skipped = not math.isfinite(decision.grad_norm)
         try:
             health = self.guard.judge(state, decision, step=step)
@@ -420,22 +425,17 @@ class TrainingRun:
             )
         return after, decision.votes
 
-    def _report_recovery(self) -> None:
+    def _report_recovery(self, finished_step: int) -> None:
         """Write the `recovered` event after the first step that follows the loss of a rank.
 
         The event has the step from which the run continued, because the records of later steps are written again.
         """
         step = self.start.step
-        facts = self.recovery.mark_step(continued_from=step)
-        if facts is None:
-            return
-        if self.start.stored is not None:
-            restored_from = "copies"
-        elif self.start.saved is not None:
-            restored_from = "checkpoint"
-        else:
-            restored_from = "start"
-        self.reporter.write("event", {"event": "recovered", "step": step, "restored_from": restored_from, **facts})
+        facts = self.recovery.mark_step(finished_step, continued_from=step)
+        if facts is not None:
+            self.reporter.write(
+                "event", {"event": "recovered", "step": step, "restored_from": self.start.origin, **facts}
+            )
 
     def _votes(self) -> StepFlags:
         """Return this rank's flags for the next all-reduce: stop requested, checkpoint files written, and time for a

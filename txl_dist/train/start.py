@@ -151,23 +151,10 @@ def _pretrain_with_recovery(
         process_stack.callback(member.close)
         stops = PreemptionRequests()
         process_stack.callback(stops.close)
-
-        def stop_reason() -> str:
-            """Return the request to stop. Any rank looks for the file, because rank 0 may be the one that was lost."""
-            return stops.reason or (f"the file {run_dir / STOP}" if (run_dir / STOP).exists() else "")
-
         while True:
-            try:
-                member.leave(stop_reason)
-            except LostRankError:
-                stops.watch(stop_file=run_dir / STOP, max_time_s=max_time_s)
-                with suppress(OSError):
-                    stops.clear()  # the job has ended, and the file must not stop the next one
-                raise
-            is_rank0 = get_rank() == 0  # ranks are numbered again if the job continues with fewer
-            if is_rank0:
-                stops.watch(stop_file=run_dir / STOP, max_time_s=max_time_s)
-            traced = StepProfile(profile if is_rank0 else range(0), folder=run_dir / PROFILE)
+            member.leave(stops, stop_file=run_dir / STOP, max_time_s=max_time_s)
+            # Ranks are numbered again if the job continues with fewer.
+            traced = StepProfile(profile if get_rank() == 0 else range(0), folder=run_dir / PROFILE)
             with suppress(RegroupError), member.regrouping(), ExitStack() as stack:
                 with member.collecting():
                     ranks = stack.enter_context(
@@ -229,7 +216,11 @@ def _train(
     if mirror is not None:
         stack.callback(mirror.close)
     recovery = _recovery_of(
-        member, ranks, zero_stage=config.engine.zero_stage, partner_every=config.recover.partner_every
+        member,
+        ranks,
+        zero_stage=config.engine.zero_stage,
+        copy_every=config.recover.copy_every,
+        partner_every=config.recover.partner_every,
     )
     stack.callback(recovery.close)
     is_start = True
@@ -271,8 +262,7 @@ def _choose_precision(config: Config, ranks: RankInfo, *, resume: str) -> Chosen
     given = config.engine.precision
     kept = None
     if given == "auto":
-        run_dir = Path(config.run.dir)
-        kept = run_on_rank0(lambda: kept_precision(run_dir, resume=resume) or mirrored_precision(config))
+        kept = run_on_rank0(lambda: kept_precision(Path(config.run.dir), resume=resume) or mirrored_precision(config))
     return agree_on_precision(given, kept=kept, device=ranks.device)
 
 
@@ -288,18 +278,17 @@ def _lock(run_dir: Path, stack: ExitStack, member: Member | None) -> RunLock:
     return lock
 
 
-def _recovery_of(member: Member | None, ranks: RankInfo, *, zero_stage: int, partner_every: int) -> Recovery:
+def _recovery_of(
+    member: Member | None, ranks: RankInfo, *, zero_stage: int, copy_every: int, partner_every: int
+) -> Recovery:
     """Return the recovery of a run in which this rank is `member`.
 
     At ZeRO stage 0 the ranks of a node divide the copies of the state, because all of them hold the same weights.
     """
     if member is None:
         return Recovery()
-    if zero_stage == 0:
-        share = Share(ranks.local_rank, local_world_size(ranks.world_size))
-    else:
-        share = Share(0, 1)
-    return InJobRecovery(member, ranks, share=share, partner_every=partner_every)
+    share = Share(0, 1) if zero_stage else Share(ranks.local_rank, local_world_size(ranks.world_size))
+    return InJobRecovery(member, ranks, share=share, copy_every=copy_every, partner_every=partner_every)
 
 
 @contextmanager
@@ -402,12 +391,9 @@ def _begin(
     last_step = context.steps.stop
     end = start.stream.advanced((last_step - start.step) * config.train.step_len)
     if stored is None:
-        reason = plan.precision.reason
-        for line in describe_batch(context, num_parameters=plan.num_parameters, precision_reason=reason):
-            logger.info(line)
-        for line in describe_data(context.corpora.train, end, last_step=last_step):
-            logger.info(line)
-        for line in describe_sets(context.corpora, paths_of_sets(config.eval.sets)):
+        batch = describe_batch(context, num_parameters=plan.num_parameters, precision_reason=plan.precision.reason)
+        data = describe_data(context.corpora.train, end, last_step=last_step)
+        for line in (*batch, *data, *describe_sets(context.corpora, paths_of_sets(config.eval.sets))):
             logger.info(line)
     if weights is not None:
         logger.info("the run starts with the weights of %s", config.run.init)
@@ -474,8 +460,7 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
     stream = corpora.begin
     step = 0
     warnings += [f"resume: {sentence}" for sentence in choice.remarks]
-    warnings += stage.warnings.cache
-    warnings += stage.warnings.evaluation
+    warnings += stage.warnings.cache + stage.warnings.evaluation
     if saved is not None:
         step = saved.step
         warnings += check_checkpoint(saved, context)
@@ -485,8 +470,7 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
     step_len = context.config.train.step_len
     end = stream.advanced((last_step - step) * step_len)
     warnings += warnings_on_repetition(corpora.train, end, step_len=step_len, last_step=last_step)
-    warnings += stage.warnings.size
-    warnings += stage.warnings.settings
+    warnings += stage.warnings.size + stage.warnings.settings
     evaluated = evaluated_losses(context.run_dir, up_to=step, kind=corpora.first_kind)
     newest = saved.folder if saved else None
     return Start(step, stream, tokenizer_json, evaluated, warnings, newest=newest, saved=saved)
@@ -518,8 +502,7 @@ def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
         try:
             split.check_files()
         except DataError as error:
-            is_damage = not isinstance(error, UnreachableError)
-            if split not in corpora.train or not skips_damage or not is_damage:
+            if split not in corpora.train or not skips_damage or isinstance(error, UnreachableError):
                 raise
             warnings.append(str(error))
     return warnings
@@ -531,10 +514,7 @@ def _open_run(plan: RunPlan, start: Start) -> None:
     Raises ConfigError if the directory cannot be used.
     """
     run_dir = plan.run_dir
-    if start.saved:
-        checkpoint = start.saved.folder
-    else:
-        checkpoint = None
+    checkpoint = start.saved.folder if start.saved else None
     open_run_dir(run_dir, plan.saved_settings.toml)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Newer checkpoints are damaged and were skipped: they must not count among the checkpoints to keep.

@@ -24,6 +24,7 @@ def cost(**values: Any) -> RecoveryCost:
         "overlap_s": 0.9,
         "copy_gb_s": 10.0,
         "network_gb_s": 50.0,
+        "copy_every": 1,
         "partner_every": 1,
         "wait_s": 2.0,
         "restart_s": 300.0,
@@ -68,6 +69,13 @@ def test_one_node_has_no_partner() -> None:
 
 def test_with_k_steps_between_copies_a_lost_node_repeats_at_most_k_minus_1() -> None:
     assert [cost(partner_every=k).most_repeated_steps for k in (1, 2, 10)] == [0, 1, 9]
+
+
+def test_copies_every_n_steps_cost_an_nth_and_repeat_at_most_n_minus_1_more() -> None:
+    often, rare = cost(overlap_s=0.0, partner_every=4), cost(overlap_s=0.0, partner_every=4, copy_every=3)
+    assert (rare.step_pct, rare.wait_pct) == pytest.approx((often.step_pct / 3, often.wait_pct / 3))
+    assert (rare.host_gib, rare.partner_steps, rare.most_repeated_steps) == (often.host_gib, 12, 11)
+    assert cost(gpus=8, partner_every=4, copy_every=3).most_repeated_steps == 2
 
 
 def test_a_thousand_gpus_fail_as_often_as_llama_3_did() -> None:

@@ -437,7 +437,12 @@ class Agent:
         self._selector.unregister(self._coordinator.peer)
         self._coordinator.peer.close()
         self._coordinator = None
-        self._end({"kind": "end", "code": HANG, "reason": "the connection to the agent of rank 0 was lost"})
+        reason = "the connection to the agent of rank 0 was lost"
+        if (self._is_first_of_node or self._number == 1) and not self._is_leaving and self._deadline_s is None:
+            how = "The same command continues from the last checkpoint"
+            with suppress(OSError):  # the terminal is gone
+                echo(f"txl: recovery: the job ends: {reason}. {how}", to=sys.stderr, flush=True)
+        self._end({"kind": "end", "code": HANG, "reason": reason})
 
     def _end(self, message: Message) -> None:
         """Ask the rank to end, and kill it if it does not."""

@@ -89,6 +89,8 @@ class _Agent:
     """Generation for which the rank is ready to meet."""
     stepped: int = 0
     """Generation in which the rank has finished a step."""
+    last_step: int = 0
+    """Last finished step that the rank has reported: the first one of a generation, or a repeated one."""
     has_left: bool = False
     kill: str = ""
     """Reason for which the coordinator has ordered the process to be killed, or an empty text."""
@@ -128,11 +130,12 @@ class Coordinator:
         self._on_loss = on_loss
         self._max_ranks = max_ranks
         self._agents: dict[int, _Agent] = {}
-        self._losses: list[Loss] = []  # since the last finished step
-        self._num_failed = 0  # generations that lost a rank since the last finished step
+        self._losses: list[Loss] = []  # since the ranks have last finished a step that no lost rank had begun before
+        self._num_failed = 0  # generations that lost a rank since then
+        self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
         self._recent: deque[float] = deque()
         self._planned_s = 0.0
-        self._began_s = 0.0  # time of the first loss since the last finished step
+        self._began_s = 0.0  # time of the first loss in `_planned`
         self._has_met = True
         self._met_s = 0.0  # time since which the ranks of this generation may connect to each other
         self._is_complete = False  # whether all ranks have had an agent
@@ -156,7 +159,7 @@ class Coordinator:
         elif kind == "ready":
             self._become_ready(number, message, now_s)
         elif kind == "stepped":
-            self._finish_step(number, int(message["generation"]))
+            self._finish_step(number, int(message["generation"]), step=int(message["step"]))
         elif kind == "failed":
             self._fail(number, code=int(message["code"]), reason=str(message["reason"]))
         elif kind == "left":
@@ -302,7 +305,7 @@ class Coordinator:
         lost.status = None
         if self.is_ended:
             return None
-        if not self._losses:
+        if not self._planned:
             self._began_s = now_s
         if self._has_met:  # else the loss is one of several at once, or of an unfinished recovery
             self._num_failed += 1
@@ -318,6 +321,7 @@ class Coordinator:
             num_recent=len(self._recent),
         )
         self._losses.append(loss)
+        self._planned.append(loss)
         if not reason and not self._is_complete:
             reason = f"{loss}, before all ranks had started"
         elif not reason and any(one.has_left for one in self._ranked.values()):
@@ -404,7 +408,8 @@ class Coordinator:
             plan = {
                 "kind": "plan",
                 "generation": self.generation,
-                "losses": self._losses,
+                "losses": self._planned,
+                "repeat_until": self._repeat_until,
                 "began_s": self._began_s,
                 "rank": one.rank,
                 "world_size": len(ranked),
@@ -439,12 +444,26 @@ class Coordinator:
             self._met_s = now_s
             self._send_to_all({"kind": "meet", "generation": self.generation, "port": self._port})
 
-    def _finish_step(self, number: int, generation: int) -> None:
-        """Note that a rank has finished a step in a generation. A step of all ranks ends a row of losses."""
-        self._agents[number].stepped = generation
-        if all(one.stepped == self.generation for one in self._ranked.values()):
+    def _finish_step(self, number: int, generation: int, *, step: int) -> None:
+        """Note that a rank has finished a step in a generation.
+
+        A row of losses ends when all ranks have finished all steps that lost ranks had begun. A repeated step is no
+        progress: what killed a rank may come in a later one of them.
+        """
+        one = self._agents[number]
+        one.stepped, one.last_step = generation, step
+        ranked = self._ranked.values()
+        if any(one.stepped != self.generation for one in ranked):
+            return
+        self._planned.clear()
+        if min(one.last_step for one in ranked) >= self._repeat_until:
             self._losses.clear()
             self._num_failed = 0
+
+    @property
+    def _repeat_until(self) -> int:
+        """Highest step that a rank had begun when it was lost, of the present row of losses."""
+        return max((loss.step for loss in self._losses), default=0)
 
     def _leave(self, number: int, code: int) -> None:
         """Note that the process of a rank has ended by itself. An error of its own ends the job."""

@@ -40,8 +40,10 @@ class Recovery:
         """Check that copies of the state fit into host memory. All ranks call it together. Raises ConfigError."""
 
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
-        """Begin to store the state after a step, and the sums of the logging interval. Weights may change again only
-        after `wait`."""
+        """Begin to store the state after a step, and the sums of the logging interval, if a copy is due.
+
+        Weights may change again only after `wait`.
+        """
 
     def wait(self) -> None:
         """Wait until the last state is stored. Raises TrainingError if that fails."""
@@ -73,9 +75,11 @@ class Recovery:
         """
         return 0
 
-    def mark_step(self, *, continued_from: int) -> dict[str, Any] | None:
-        """Note that the first step of this process or generation is finished, the one after `continued_from`. Returns
-        the facts of a recovery, or None."""
+    def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
+        """Note that a step is finished. Returns the facts of a recovery after the first step that follows it, or None.
+
+        `continued_from` is the step after which this process or generation has continued.
+        """
         return None
 
 
@@ -109,13 +113,15 @@ def end_passes_if(must_leave: Callable[[], bool], model: TransformerXL) -> None:
 class InJobRecovery(Recovery):
     """Recovery of a run in which lost ranks are replaced."""
 
-    def __init__(self, member: Member, ranks: RankInfo, *, share: Share, partner_every: int) -> None:
+    def __init__(self, member: Member, ranks: RankInfo, *, share: Share, copy_every: int, partner_every: int) -> None:
         """Open the slots of this rank. `share` is the part of each partition that this rank stores.
 
+        `copy_every` is the number of steps between two copies, of which each `partner_every`-th one is for the partner.
         With recover.copies=partner the rank connects to its partner, so all ranks call it together. Raises ConfigError
         if there is no other node.
         """
         self._member = member
+        self._copy_every = copy_every
         partner = None
         if member.partner_address is not None:
             with member.collecting():
@@ -161,7 +167,8 @@ class InJobRecovery(Recovery):
 
     @override
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
-        self._slots.store(state, engine, sums)
+        if state.step % self._copy_every == 0:
+            self._slots.store(state, engine, sums)
 
     @override
     def wait(self) -> None:
@@ -196,5 +203,5 @@ class InJobRecovery(Recovery):
         return self._member.repeated_steps(step)
 
     @override
-    def mark_step(self, *, continued_from: int) -> dict[str, Any] | None:
-        return self._member.mark_step(continued_from=continued_from)
+    def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
+        return self._member.mark_step(step, continued_from=continued_from)

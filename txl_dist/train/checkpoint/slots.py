@@ -1,4 +1,4 @@
-"""The state of a rank after its last two steps, in memory that outlives the rank's process.
+"""The last two copies of a rank's state, in memory that outlives the rank's process.
 
     slots      files in memory that the rank's agent holds. Two of them, or three with rare partner copies
     content    [values] [table: JSON] [facts: JSON], in a `SlotFile`
@@ -6,13 +6,14 @@
 Each rank stores its pieces of weights and optimizer state, its memories, and the small values of `TrainState`. At ZeRO
 stage 0 all ranks hold the same weights, so each rank of a node stores a share of every partition.
 
-One rule commits a step: a rank enters the reduction of step N + 1 only after its version N is stored (`wait`). So when
-any rank has passed that reduction, all ranks have stored version N. Ranks never differ by more than one version, and
-the newest version that all ranks have always exists. After a loss all ranks load that version (`newest_common`). The
-live state is never used again, because a rank may have been in the middle of an update.
+One rule commits a version: a rank enters the reduction of a step only after its copy of the state before that step, if
+one is due, is stored (`wait`). So when any rank has passed that reduction, all ranks have stored this version. Ranks
+never differ by more than one version, and the newest version that all ranks have always exists. After a loss all ranks
+load that version (`newest_common`). The live state is never used again, because a rank may have been in the middle of
+an update.
 
 With a partner, some versions are also sent to an agent on another node, and `wait` returns after its acknowledgement.
-A rank whose own slots are lost or damaged fetches the version from there. Partner copies may be rarer than steps. Then
+A rank whose own slots are lost or damaged fetches the version from there. Partner copies may be rarer. Then
 a rank keeps its own copy of the last version that was sent, because a lost node takes all to that version.
 
 Versions have serial numbers of their own, because a run that rewinds makes a step twice. A version stays valid until

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -52,6 +52,7 @@ from txl_dist.train.engine.regroup import (
     set_nccl_variables,
 )
 from txl_dist.train.engine.zero import import_deepspeed
+from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.monitoring.watchdog import is_in_collective, may_come_from_loss
 
@@ -160,6 +161,8 @@ class Member:
         self._stacks_fd = 2
         self._stacks: Path | None = None
         self._plan: Message = {"generation": 1}
+        self._repeat_until = 0
+        """Last step up to which the coordinator hears of each finished step: the highest that a lost rank had begun."""
         self._meeting: Message = {"generation": 1}
         self._met_s = 0.0
         self._is_ended = False
@@ -326,12 +329,12 @@ class Member:
         error.exit_code = int(self._end["code"])
         return error
 
-    def leave(self, stop_reason: Callable[[], str]) -> None:
+    def leave(self, stops: PreemptionRequests, *, stop_file: Path, max_time_s: float) -> None:
         """Leave the present generation, and return when all ranks are ready to meet in the newest one.
 
-        `stop_reason` returns the reason for which this rank was asked to stop, or an empty text. The coordinator needs
-        it if the job waits for a lost rank. Does nothing if this generation is the newest. Raises LostRankError if the
-        job ends meanwhile.
+        While the job waits for a lost rank, requests to stop are passed on to the coordinator. Then any rank watches
+        the stop file and the time limit, because rank 0 may be the one that was lost. Rank 0 watches them in any case.
+        If this generation is the newest, the method does nothing else. Raises LostRankError if the job ends.
         """
         while self._is_superseded():
             self._begin_generation()
@@ -346,24 +349,24 @@ class Member:
                     self._store = TCPStore(_meeting_host(), 0, is_master=True, wait_for_workers=False)
                 port = self._store.port
             self._tell({"kind": "ready", "generation": self.generation, "port": port})
-            self._wait_to_meet(stop_reason)
+            while not self._is_free_in(ASK_EVERY_S):
+                stops.watch(stop_file=stop_file, max_time_s=max_time_s)
+                if stops.reason:
+                    self._tell({"kind": "stop", "reason": stops.reason})
             if self._is_ended:
+                with suppress(OSError):
+                    stops.clear()  # the file has been obeyed, and must not stop the next job
                 raise self._ended()
             if self._has_met():
                 self._met_s = time.monotonic()
-                return
+                break
+        if get_rank() == 0:
+            stops.watch(stop_file=stop_file, max_time_s=max_time_s)
 
-    def _wait_to_meet(self, stop_reason: Callable[[], str]) -> None:
-        """Wait until all ranks are ready to meet, or this generation is over. Pass on a request to stop meanwhile."""
-        told = ""
-        while True:
-            with self._condition:
-                if self._condition.wait_for(lambda: self._has_met() or self.must_leave, ASK_EVERY_S):
-                    return
-            reason = stop_reason()
-            if reason and reason != told:
-                told = reason
-                self._tell({"kind": "stop", "reason": reason})
+    def _is_free_in(self, seconds: float) -> bool:
+        """Wait up to so many seconds until all ranks are ready to meet, or this generation is over. Returns whether."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._has_met() or self.must_leave, seconds)
 
     def mark_loaded(self) -> None:
         """Note that the state of the newest common version is loaded."""
@@ -380,12 +383,14 @@ class Member:
             return 0
         return max(int(self.recovered["reached"]) - step, 0)
 
-    def mark_step(self, *, continued_from: int) -> dict[str, Any] | None:
-        """Note that the first step of this generation is finished. Returns the facts of a recovery, or None.
+    def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
+        """Note that a step is finished. Returns the facts of a recovery after the first step that follows it, or None.
 
         `continued_from` is the step after which the generation has continued.
         """
-        self._tell({"kind": "stepped", "generation": self.generation})
+        if step > max(continued_from + 1, self._repeat_until):
+            return None
+        self._tell({"kind": "stepped", "generation": self.generation, "step": step})
         repeated_steps = self.repeated_steps(continued_from)
         plan = self.recovered
         self.recovered = None
@@ -415,6 +420,7 @@ class Member:
             reached = max(reached, int(self.recovered["reached"]))
         with self._condition:
             self.recovered = dict(self._plan)
+            self._repeat_until = int(self._plan["repeat_until"])
             self.generation = int(self._plan["generation"])
         losses = [Loss(*loss) for loss in self.recovered["losses"]]
         self.recovered["reached"] = max([reached, *(loss.step for loss in losses)])

@@ -86,7 +86,7 @@ if is_first:
         port, key = json.load(file)
     host = os.environ["COORDINATOR"] if rank else "127.0.0.1"
     link.send({"kind": "coordinator", "host": host, "port": int(port), "key": key})
-    link.send({"kind": "stepped", "generation": 1})
+    link.send({"kind": "stepped", "generation": 1, "step": 1000})
     agent = psutil.Process(seat.agent)
     while not any(each.raddr and each.raddr.port == int(port) for each in agent.net_connections("tcp")):
         time.sleep(0.02)  # until the agent knows the coordinator
@@ -99,7 +99,7 @@ while True:
             link.send({"kind": "ready", "generation": generation, "port": 5})
         elif message["kind"] == "meet":
             note(f"met {generation}")
-            link.send({"kind": "stepped", "generation": generation})
+            link.send({"kind": "stepped", "generation": generation, "step": 1000})
         elif message["kind"] == "end":
             note(f"ended {message['reason'] or 'without'}")
             os._exit(76)

@@ -75,13 +75,13 @@ class Job:
         plans = {number: message for number, message in self.told() if message["kind"] == "plan"}
         return {number: plan["rank"] for number, plan in plans.items()}
 
-    def recover(self, *ranks: int) -> None:
+    def recover(self, *ranks: int, step: int = 100) -> None:
         """All of these ranks become ready, and make a step."""
         generation = self.coordinator.generation
         for rank in ranks:
             self.tell(rank, "ready", generation=generation, port=7)
         for rank in ranks:
-            self.tell(rank, "stepped", generation=generation)
+            self.tell(rank, "stepped", generation=generation, step=step)
         self.told()
 
 
@@ -186,7 +186,7 @@ def test_too_many_recoveries_within_an_hour_end_the_job() -> None:
     for number in range(PER_HOUR):
         job.now_s += 10
         job.lose(1, step=number)
-        job.recover(0, 1, 2)
+        job.recover(0, 1, 2, step=number)
     assert not job.coordinator.is_ended
     job.lose(1, step=PER_HOUR)
     assert job.coordinator.is_ended
@@ -421,6 +421,30 @@ def test_a_request_to_stop_is_left_to_the_ranks_while_none_is_waited_for() -> No
     job.tell(0, "stop", reason="SIGTERM")
     job.lose(1)
     job.tick(1, heard="0")
+    assert not job.coordinator.is_ended
+
+
+def test_repeated_steps_do_not_end_a_row_of_losses_but_are_no_part_of_the_next_recovery() -> None:
+    """A copy is several steps old, and a later one of the repeated steps kills its rank again."""
+    job = Job()
+    job.lose(1, step=15)
+    job.recover(0, 1, 2, step=11)
+    job.lose(0, step=13, cause="SIGSEGV")
+    plan = next(message for _, message in job.told() if message["kind"] == "plan")
+    assert ([loss.step for loss in plan["losses"]], plan["repeat_until"]) == ([13], 15)
+    job.recover(0, 1, 2, step=11)
+    job.lose(1, step=15)
+    assert job.coordinator.is_ended
+    assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
+def test_a_row_of_losses_ends_when_all_ranks_are_past_the_step_of_the_loss() -> None:
+    job = Job()
+    for _ in range(4):
+        job.lose(1, step=15)
+        job.recover(0, 1, 2, step=11)
+        for rank in range(3):
+            job.tell(rank, "stepped", generation=job.coordinator.generation, step=15)
     assert not job.coordinator.is_ended
 
 

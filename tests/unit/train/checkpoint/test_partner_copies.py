@@ -288,4 +288,4 @@ def test_a_job_on_one_node_is_refused_at_its_start_but_goes_on_after_a_loss(
     ranks: Any = SimpleNamespace(rank=0, world_size=2, device=torch.device("cpu"))
     starting = ConfigError if generation == 1 else None
     with pytest.raises(starting, match=r"set recover\.copies to node") if starting else nullcontext():
-        InJobRecovery(cast("Any", member), ranks, share=Share(0, 1), partner_every=1).close()
+        InJobRecovery(cast("Any", member), ranks, share=Share(0, 1), copy_every=1, partner_every=1).close()
