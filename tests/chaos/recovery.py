@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos.arithmetic import SPIKES, SPIKY
 from tests.chaos.elastic import memories_went_on
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
@@ -92,7 +93,11 @@ def replaced(
     saved = [record["step"] for record in run.records("event") if record["event"] == "saved"]
     if KEEP_BEST[-2] in settings and STRUCK_AT not in saved:  # it was the best when the rank was lost
         case.problems.append(f"the best checkpoint is not among {saved}")
-    lost = _judge_events(case, run, copy_every=int(RARELY[1]) if RARELY[0] in settings else 1)
+    copy_every = int(RARELY[1]) if RARELY[0] in settings else 1
+    lost = _judge_events(case, run, copy_every=copy_every)
+    found = [event for event in run.records("event") if event.get("restored_from") == "copies"]
+    if not both and any(event["step"] % copy_every for event in found):
+        case.problems.append(f"copies were made after other steps than each {copy_every}th")
     if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
         case.problems.append(f"the ranks {lost} were replaced")
     return lab.report(case)
@@ -377,6 +382,11 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for point in ("step", "half-stored", "stored", "sent"):
         for rank in (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{STRUCK_AT}:{point}", *PARTNER, stage=3, nodes=2)
+    for words in ("phases", "bf16"):
+        yield partial(replaced, lab, *KINDS_OF_RUNS[words], *RARELY)
+    yield partial(replaced, lab, "kill:0:12:half-stored", "--optim.ema_decay", "0.9", *RARELY)
+    yield partial(replaced, lab, *IN_PROGRESS["save of the best"], *RARELY)
+    yield partial(replaced, lab, "kill:1:18:updated", *SPIKY, *RARELY, both=SPIKES)
     for stage in range(4):
         for fault in (f"kill:1:{STRUCK_AT}:updated", "kill:0:12:half-stored", f"kill:0:{STRUCK_AT},kill:1:11:step@2"):
             yield partial(replaced, lab, fault, *RARELY, *SAMPLES, "--eval.every_steps", "3", stage=stage)

@@ -149,7 +149,7 @@ def check_config(config: Config) -> None:
         (
             config.checkpoint.every_steps == 0 or config.recover.copy_every <= config.checkpoint.every_steps,
             f"recover.copy_every={config.recover.copy_every} must not be above checkpoint.every_steps="
-            f"{config.checkpoint.every_steps}, because checkpoints would be newer than copies",
+            f"{config.checkpoint.every_steps}, because a lost rank would repeat more steps than from a checkpoint",
         ),
         (
             config.recover.partner_every == 1 or config.recover.copies == "partner",

@@ -700,14 +700,13 @@ class RecoverSection(Section):
     the state stay in host memory. Works under `txl launch` (--spares 1), deepspeed and torchrun. GPUs need allow_gpu.
     0: a lost rank ends the job with exit code 76."""
     copy_every: Annotated[PositiveInt, FREE] = 1
-    """Steps between two copies of the state. With n, a lost rank repeats up to n - 1 finished steps more, and copying
-    costs 1 / n of the time."""
+    """Steps between two copies of the state. With n, the copies cost an n-th, but a lost rank repeats up to n - 1
+    finished steps more."""
     copies: Annotated[Literal["node", "partner"], FREE] = "node"
     """node: the copies of a rank's state stay on its node, so a lost node ends the job or takes it to the last
     checkpoint. partner: the next node keeps copies too."""
     partner_every: Annotated[PositiveInt, FREE] = 1
-    """Number of copies of which the next node gets one. With k, a lost node repeats up to k * copy_every - 1 finished
-    steps more."""
+    """Every k-th copy also goes to the next node. A lost node repeats up to k * copy_every - 1 finished steps more."""
     silent_s: Annotated[float, Field(ge=1, le=3600), FREE] = 6.0
     """Seconds without a heartbeat after which a rank counts as frozen."""
     max_in_row: Annotated[PositiveInt, FREE] = 3

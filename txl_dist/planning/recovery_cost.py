@@ -56,6 +56,8 @@ class RecoveryCost:
 
     has_partner: bool
     """Whether the job has another node for copies."""
+    copy_every: int
+    """Steps between two versions."""
     partner_steps: int
     """Steps between two versions for the next node."""
     version_gib: float
@@ -148,6 +150,7 @@ def recovery_cost(
 
     return RecoveryCost(
         has_partner=has_partner,
+        copy_every=copy_every,
         partner_steps=partner_steps,
         version_gib=size / 2**30,
         host_gib=local_gpus * size * num_versions(has_partner=has_partner, partner_every=partner_every) / 2**30,

@@ -237,6 +237,11 @@ def _saving(saving: SavingPlan) -> Iterator[str]:
     )
 
 
+def _steps(number: int) -> str:
+    """Return an interval in steps as words, for example "step" or "4 steps"."""
+    return "step" if number == 1 else counted(number, "step")
+
+
 def _recovery(cost: RecoveryCost) -> Iterator[str]:
     version = format_bytes(cost.version_gib * 2**30)
     host = format_bytes(cost.host_gib * 2**30)
@@ -244,13 +249,13 @@ def _recovery(cost: RecoveryCost) -> Iterator[str]:
         f"recovery inside the job (recover.spares; CPUs only so far): {version} per GPU and version, "
         f"{host} of host memory per node"
     )
-    copies = f"  copies: {1e3 * cost.copy_s:.2f} ms over PCIe"
+    copies = f"  copies: {1e3 * cost.copy_s:.2f} ms over PCIe every {_steps(cost.copy_every)}"
     if cost.has_partner:
-        every = "step" if cost.partner_steps == 1 else counted(cost.partner_steps, "step")
-        copies += f", {1e3 * cost.partner_s:.2f} ms to the next node every {every}"
+        copies += f", {1e3 * cost.partner_s:.2f} ms to the next node every {_steps(cost.partner_steps)}"
     yield f"{copies}: {cost.step_pct:.0f}% of a step, of which it waits for {cost.wait_pct:.0f}%"
     if not cost.has_partner:
-        yield "  a lost node ends the job: there is no other node for copies"
+        more = f", and up to {counted(cost.most_repeated_steps, 'finished step')}" if cost.most_repeated_steps else ""
+        yield f"  a lost rank repeats the step in flight{more}. A lost node ends the job: no other node has copies"
     elif cost.most_repeated_steps:
         repeated = counted(cost.most_repeated_steps, "finished step")
         yield f"  a lost node repeats the step in flight, and up to {repeated}"

@@ -490,7 +490,7 @@ class TrainingRun:
         for kind, problem in facts["no_bits"].items():
             logger.info("%s records have no bits per byte, because %s", kind, problem)
         facts = start_facts(self.engine, context.ranks) | facts
-        if self.recovery.repeated_steps(state.step):  # rank 0 decides, because only rank 0 writes
+        if state.step and self.recovery.is_unfinished:
             return
         self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 

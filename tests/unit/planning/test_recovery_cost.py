@@ -74,7 +74,7 @@ def test_with_k_steps_between_copies_a_lost_node_repeats_at_most_k_minus_1() -> 
 def test_copies_every_n_steps_cost_an_nth_and_repeat_at_most_n_minus_1_more() -> None:
     often, rare = cost(overlap_s=0.0, partner_every=4), cost(overlap_s=0.0, partner_every=4, copy_every=3)
     assert (rare.step_pct, rare.wait_pct) == pytest.approx((often.step_pct / 3, often.wait_pct / 3))
-    assert (rare.host_gib, rare.partner_steps, rare.most_repeated_steps) == (often.host_gib, 12, 11)
+    assert (rare.host_gib, rare.copy_every, rare.partner_steps, rare.most_repeated_steps) == (often.host_gib, 3, 12, 11)
     assert cost(gpus=8, partner_every=4, copy_every=3).most_repeated_steps == 2
 
 

@@ -90,6 +90,19 @@ def test_all_repeated_steps_count_as_lost_with_recovery_and_with_a_restart(retur
     assert goodput.without_pct == pytest.approx(100 * 93.5 / (93.5 + 14.25))
 
 
+def test_a_checkpoint_that_is_newer_than_the_copies_counts_for_a_restart(tmp_path: Path) -> None:
+    run = write(
+        tmp_path / "run",
+        event("start", 0, startup_s=8.0, time_s=1000.0),
+        event("saved", 10, time_s=1010.0),
+        recovered(8, 1030.0, repeated_steps=4),  # lost in step 12
+        train(30, 1100.0),
+    )
+    goodput = goodput_of(read_history(run), step_ms=500.0)
+    assert goodput is not None
+    assert goodput.restarts_s == pytest.approx(0.25 + 8.0 + 2 * 0.5)
+
+
 def test_all_views_say_the_same_about_a_return_to_the_checkpoint(
     returned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from txl_dist.artifacts import STOP
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, Message, end_when_unreachable
 from txl_dist.distributed.processes import process_id
@@ -63,6 +64,8 @@ DUMP_S = 0.5
 """Seconds that a rank that hangs has to write its stack traces before it is killed."""
 BEGIN_S = 30.0
 """Seconds in which a replacement must connect after it was forked. Then it is killed."""
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks for the file STOP."""
 JOIN_EVERY_S = 1.0
 """Seconds between two attempts of an agent without a rank to find the job."""
 CONNECT_S = 10.0
@@ -146,8 +149,11 @@ class Agent:
         """Reason for which this agent has killed the rank's process, or an empty text."""
         self._stop: tuple[int, int] | None = None
         """Last stop signal, and the process that it was sent to."""
-        self._told_stop = 0
-        """Stop signal that the coordinator knows, or 0."""
+        self._told_stop = ""
+        """Last request to stop that the coordinator knows, or an empty text."""
+        self._next_look_s = 0.0
+        self._stop_file: Path | None = None
+        """The file STOP, if this agent has found it."""
         self._next_report_s = 0.0
         self._lock = ""
         """Path of the run's lock if this rank has entered it. The agent keeps it fresh while it has no process."""
@@ -159,8 +165,9 @@ class Agent:
         self._store_by_s = time.monotonic() + options.join_s / 2
         """Time by which the ranks must have begun to meet, for an agent of a spare node."""
         self._store = StoreWatch(os.environ)
-        self._is_idle = self._number >= num_ranks or self._rejoin()
-        if not self._is_idle:
+        self._is_idle = True  # a plan that arrives in `_rejoin` may change it
+        if self._number < num_ranks and not self._rejoin():
+            self._is_idle = False
             os.environ["WORLD_SIZE"] = str(num_ranks)
             self._child = self._start(self._seat)
             self._pid = self._child.pid
@@ -175,7 +182,7 @@ class Agent:
             self._report(now_s)
             self._look_at_lease(now_s)
             self._look_at_spare(now_s)
-            self._look_at_stop()
+            self._look_at_stop(now_s)
             if self._is_idle and not self._is_welcome:
                 self._keep_joining(now_s)
             if self._deadline_s is not None and now_s > self._deadline_s:
@@ -183,6 +190,8 @@ class Agent:
             code = self._look_at_rank(now_s)
         if self._coordinator is not None:
             self._coordinator.peer.close()
+        if self._stop_file is not None and code:
+            self._stop_file.unlink(missing_ok=True)  # the job has obeyed, and the file must not stop the next one
         if self._job is not None:
             withdraw_job(Path(self._options.run_dir), self._job)
             with suppress(OSError):  # a run that was refused leaves no folder
@@ -438,9 +447,9 @@ class Agent:
         self._coordinator.peer.close()
         self._coordinator = None
         reason = "the connection to the agent of rank 0 was lost"
-        if (self._is_first_of_node or self._number == 1) and not self._is_leaving and self._deadline_s is None:
+        if self._number == 1 and not self._is_leaving and self._deadline_s is None:
             how = "The same command continues from the last checkpoint"
-            with suppress(OSError):  # the terminal is gone
+            with suppress(OSError):  # the terminal is gone. One agent says it for all
                 echo(f"txl: recovery: the job ends: {reason}. {how}", to=sys.stderr, flush=True)
         self._end({"kind": "end", "code": HANG, "reason": reason})
 
@@ -481,14 +490,26 @@ class Agent:
             self._closed_s = now_s
             self._signal(signal.SIGKILL)
 
-    def _look_at_stop(self) -> None:
-        """Pass a stop signal on to the coordinator, which obeys it while the job waits for a rank.
+    def _look_at_stop(self, now_s: float) -> None:
+        """Pass a request to stop on to the coordinator, which obeys it while the job waits for a rank.
 
         At other times the ranks obey it. The signal handler itself must not send: it may have interrupted a message.
+        Agent 0 looks for the file STOP while it has no process, because then there may be no rank to do that.
         """
-        if self._stop is not None and self._told_stop != self._stop[0] and not self._is_idle:
-            self._told_stop = self._stop[0]
-            self._tell_coordinator({"kind": "stop", "reason": signal.Signals(self._told_stop).name})
+        if self._stop is not None and not self._is_idle:
+            self._ask_to_stop(signal.Signals(self._stop[0]).name)
+        elif self._server is not None and self._pid == 0 and now_s > self._next_look_s:
+            self._next_look_s = now_s + LOOK_EVERY_S
+            path = Path(self._options.run_dir) / STOP
+            if path.exists():
+                self._ask_to_stop(f"the file {path}")
+                self._stop_file = path
+
+    def _ask_to_stop(self, reason: str) -> None:
+        """Send a request to stop to the coordinator, once."""
+        if reason != self._told_stop:
+            self._told_stop = reason
+            self._tell_coordinator({"kind": "stop", "reason": reason})
 
     def _look_at_rank(self, now_s: float) -> int | None:
         """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""

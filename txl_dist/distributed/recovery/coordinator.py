@@ -131,8 +131,8 @@ class Coordinator:
         self._max_ranks = max_ranks
         self._agents: dict[int, _Agent] = {}
         self._losses: list[Loss] = []  # since the ranks have last finished a step that no lost rank had begun before
-        self._num_failed = 0  # generations that lost a rank since then
         self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
+        self._num_failed = 0  # generations that lost a rank since then
         self._recent: deque[float] = deque()
         self._planned_s = 0.0
         self._began_s = 0.0  # time of the first loss in `_planned`
@@ -315,6 +315,7 @@ class Coordinator:
         reason = why_not_again(
             loss,
             self._losses,
+            num_in_row=len(self._planned) + 1,
             num_failed=self._num_failed,
             max_in_row=self._max_in_row,
             world_size=self._world_size,
@@ -447,8 +448,8 @@ class Coordinator:
     def _finish_step(self, number: int, generation: int, *, step: int) -> None:
         """Note that a rank has finished a step in a generation.
 
-        A row of losses ends when all ranks have finished all steps that lost ranks had begun. A repeated step is no
-        progress: what killed a rank may come in a later one of them.
+        Losses are kept for comparison until all ranks have finished all steps that lost ranks had begun: what killed a
+        rank may come in a later one of the repeated steps.
         """
         one = self._agents[number]
         one.stepped, one.last_step = generation, step
@@ -456,13 +457,13 @@ class Coordinator:
         if any(one.stepped != self.generation for one in ranked):
             return
         self._planned.clear()
+        self._num_failed = 0
         if min(one.last_step for one in ranked) >= self._repeat_until:
             self._losses.clear()
-            self._num_failed = 0
 
     @property
     def _repeat_until(self) -> int:
-        """Highest step that a rank had begun when it was lost, of the present row of losses."""
+        """Highest step that a rank of `_losses` had begun."""
         return max((loss.step for loss in self._losses), default=0)
 
     def _leave(self, number: int, code: int) -> None:
@@ -502,14 +503,18 @@ class Coordinator:
         self._judge_waiting(now_s)
 
     def _judge_waiting(self, now_s: float) -> None:
-        """While the job waits for ranks, say so every minute and ask for them again. End it if it was asked to stop."""
+        """While the job waits for ranks, say so every minute and ask for them again. End it if it was asked to stop.
+
+        A replacement that is expected gets `READY_S` seconds, because all ranks obey the request after it has come.
+        """
         unfilled = {number: one for number, one in self._ranked.items() if one.is_unfilled}
-        if not unfilled or self.is_ended:
-            return
-        where = ", ".join(f"rank {one.rank} on {one.host}" for one in unfilled.values())
-        if self._stop:
+        missing = list(unfilled.values())
+        if now_s > self._planned_s + READY_S:
+            missing = [one for one in self._ranked.values() if not one.is_alive]
+        where = ", ".join(f"rank {one.rank} on {one.host}" for one in missing)
+        if missing and self._stop and not self.is_ended:
             self._end(f"it was asked to stop by {self._stop} while it waited for {where}")
-        elif now_s >= self._say_s:
+        elif unfilled and now_s >= self._say_s and not self.is_ended:
             self._say_s = now_s + SAY_EVERY_S
             minutes = f"{(now_s - self._planned_s) / 60:.0f} min"
             lost = [f"RANK={number}" for number, one in unfilled.items() if not one.is_connected]

@@ -118,19 +118,26 @@ def ranks_waited_for(ranks: Mapping[int, RankProgress]) -> list[int]:
 
 
 def why_not_again(
-    loss: Loss, earlier: Sequence[Loss], *, num_failed: int, max_in_row: int, world_size: int, num_recent: int
+    loss: Loss,
+    earlier: Sequence[Loss],
+    *,
+    num_in_row: int,
+    num_failed: int,
+    max_in_row: int,
+    world_size: int,
+    num_recent: int,
 ) -> str:
     """Return the reason why a new attempt would fail too, or an empty text.
 
-    `earlier` are the losses since the last finished step, and `num_failed` is the number of generations that they have
-    ended. `num_recent` is the number of losses within the last hour. All three numbers include this loss.
+    `earlier` are the losses whose steps may come again. `num_in_row` is the number of losses since the last finished
+    step, and `num_failed` the number of generations that they have ended. `num_recent` is the number of losses within
+    the last hour. All three numbers include this loss.
     """
     if any(loss.repeats(other) for other in earlier):
         return f"{loss}. The same happened before at this step, so a new attempt would fail too"
-    count = len(earlier) + 1
-    if num_failed > max_in_row or count > max_in_row * world_size:
+    if num_failed > max_in_row or num_in_row > max_in_row * world_size:
         limit = f"recover.max_in_row={max_in_row}"
-        return f"{loss}. This is loss number {count} without a finished step between them ({limit})"
+        return f"{loss}. This is loss number {num_in_row} without a finished step between them ({limit})"
     if num_recent > PER_HOUR:
         return f"{loss}. The job had more than {PER_HOUR} recoveries within an hour"
     return ""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_dist.artifacts import best_step, checkpoint_folder, list_checkpoints, step_of, steps_to_keep
+from txl_dist.artifacts import best_step, list_checkpoints, step_of, steps_to_keep
 from txl_dist.console.logging import warn_for_all
 from txl_dist.distributed.collectives import StepFlags, all_reduce_flags, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import CheckpointError, TrainingError, raised_everywhere
@@ -125,10 +125,13 @@ class CheckpointManager:
         return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
     def begin(self, state: TrainState) -> None:
-        """Begin to save the state, unless the state is already saved. The previous save is finished first."""
+        """Begin to save the state, unless this or a later state is already saved. The previous save is finished first.
+
+        After the loss of a rank the copies may be older than the newest checkpoint, which then is of the same run.
+        """
         self.finish(state.step)
         self._retry_at, self._counts_from_s = 0, self._clock_s()
-        if checkpoint_folder(self._run_dir, state.step) == self._newest:
+        if self._has(state.step):
             return
         start_s = time.perf_counter()
         self._watch.beat("save")
@@ -253,7 +256,11 @@ class CheckpointManager:
         run_on_rank0(lambda: _check_is_there(self._run_dir))
         self.begin(state)
         self.finish(state.step)
-        return self._newest == checkpoint_folder(self._run_dir, state.step)
+        return self._has(state.step)
+
+    def _has(self, step: int) -> bool:
+        """Return whether the state after this step or a later step is saved."""
+        return self._newest is not None and step_of(self._newest) >= step
 
     def _announce(self, step: int, *, patience_s: float, stopped: bool) -> None:
         """Log that the final save has failed, how long it is retried, and how to end the run earlier."""

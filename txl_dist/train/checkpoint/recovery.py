@@ -1,4 +1,4 @@
-"""Recovery as the training loop sees it: store each step's state, and find the stored state after a loss.
+"""Recovery as the training loop sees it: store the state every few steps, and find the stored state after a loss.
 
 `Recovery` does nothing, for a run without recovery. `InJobRecovery` connects a member of the job with the slots that
 hold copies of its state.
@@ -68,12 +68,10 @@ class Recovery:
     def mark_loaded(self) -> None:
         """Note that the state is loaded from which training starts."""
 
-    def repeated_steps(self, step: int) -> int:
-        """Return the number of steps that are made again after a loss if the run continues after `step`.
-
-        It is 0 without a loss. Ranks may have different values. The value on rank 0 is the one to report.
-        """
-        return 0
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a rank was lost, and no step is finished since."""
+        return False
 
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
         """Note that a step is finished. Returns the facts of a recovery after the first step that follows it, or None.
@@ -122,6 +120,7 @@ class InJobRecovery(Recovery):
         """
         self._member = member
         self._copy_every = copy_every
+        self._last_step = -1
         partner = None
         if member.partner_address is not None:
             with member.collecting():
@@ -167,8 +166,10 @@ class InJobRecovery(Recovery):
 
     @override
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
-        if state.step % self._copy_every == 0:
+        has_rewound = state.step <= self._last_step  # all copies are of steps that the run has given up
+        if state.step % self._copy_every == 0 or has_rewound:
             self._slots.store(state, engine, sums)
+        self._last_step = state.step
 
     @override
     def wait(self) -> None:
@@ -198,9 +199,10 @@ class InJobRecovery(Recovery):
     def mark_loaded(self) -> None:
         self._member.mark_loaded()
 
+    @property
     @override
-    def repeated_steps(self, step: int) -> int:
-        return self._member.repeated_steps(step)
+    def is_unfinished(self) -> bool:
+        return self._member.recovered is not None
 
     @override
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:

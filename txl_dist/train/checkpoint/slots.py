@@ -6,11 +6,10 @@
 Each rank stores its pieces of weights and optimizer state, its memories, and the small values of `TrainState`. At ZeRO
 stage 0 all ranks hold the same weights, so each rank of a node stores a share of every partition.
 
-One rule commits a version: a rank enters the reduction of a step only after its copy of the state before that step, if
-one is due, is stored (`wait`). So when any rank has passed that reduction, all ranks have stored this version. Ranks
-never differ by more than one version, and the newest version that all ranks have always exists. After a loss all ranks
-load that version (`newest_common`). The live state is never used again, because a rank may have been in the middle of
-an update.
+One rule commits a version: a rank enters the reduction of a step only after all its copies of earlier states are stored
+(`wait`). So when any rank has passed that reduction, all ranks have stored the same newest version. Ranks never differ
+by more than one version, and the newest version that all ranks have always exists. After a loss all ranks load that
+version (`newest_common`). The live state is never used again, because a rank may have been in the middle of an update.
 
 With a partner, some versions are also sent to an agent on another node, and `wait` returns after its acknowledgement.
 A rank whose own slots are lost or damaged fetches the version from there. Partner copies may be rarer. Then

@@ -332,9 +332,9 @@ class Member:
     def leave(self, stops: PreemptionRequests, *, stop_file: Path, max_time_s: float) -> None:
         """Leave the present generation, and return when all ranks are ready to meet in the newest one.
 
-        While the job waits for a lost rank, requests to stop are passed on to the coordinator. Then any rank watches
-        the stop file and the time limit, because rank 0 may be the one that was lost. Rank 0 watches them in any case.
-        If this generation is the newest, the method does nothing else. Raises LostRankError if the job ends.
+        While the job waits for a lost rank, requests to stop are passed on to the coordinator. Then any rank looks for
+        the stop file and at the time limit, because rank 0 may be the one that was lost. Later only rank 0 does. If
+        this generation is the newest, the method does nothing else. Raises LostRankError if the job ends.
         """
         while self._is_superseded():
             self._begin_generation()
@@ -349,13 +349,17 @@ class Member:
                     self._store = TCPStore(_meeting_host(), 0, is_master=True, wait_for_workers=False)
                 port = self._store.port
             self._tell({"kind": "ready", "generation": self.generation, "port": port})
+            asked = ""
             while not self._is_free_in(ASK_EVERY_S):
-                stops.watch(stop_file=stop_file, max_time_s=max_time_s)
-                if stops.reason:
-                    self._tell({"kind": "stop", "reason": stops.reason})
+                reason = stops.reason_with(stop_file=stop_file, max_time_s=max_time_s)
+                if reason != asked:
+                    asked = reason
+                    self._tell({"kind": "stop", "reason": reason})
             if self._is_ended:
-                with suppress(OSError):
-                    stops.clear()  # the file has been obeyed, and must not stop the next job
+                if asked:  # the job has obeyed, and the file must not stop the next one
+                    stops.watch(stop_file=stop_file, max_time_s=max_time_s)
+                    with suppress(OSError):
+                        stops.clear()
                 raise self._ended()
             if self._has_met():
                 self._met_s = time.monotonic()
@@ -364,7 +368,7 @@ class Member:
             stops.watch(stop_file=stop_file, max_time_s=max_time_s)
 
     def _is_free_in(self, seconds: float) -> bool:
-        """Wait up to so many seconds until all ranks are ready to meet, or this generation is over. Returns whether."""
+        """Wait until all ranks are ready to meet, or this generation is over. Returns False after so many seconds."""
         with self._condition:
             return self._condition.wait_for(lambda: self._has_met() or self.must_leave, seconds)
 
@@ -374,15 +378,6 @@ class Member:
         if self.recovered is not None:
             self.recovered["loaded_s"] = time.monotonic()
 
-    def repeated_steps(self, step: int) -> int:
-        """Return the number of steps that are made again if this generation continues after `step`.
-
-        It is 0 without a recovery, and after `mark_step`.
-        """
-        if self.recovered is None:
-            return 0
-        return max(int(self.recovered["reached"]) - step, 0)
-
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
         """Note that a step is finished. Returns the facts of a recovery after the first step that follows it, or None.
 
@@ -391,7 +386,6 @@ class Member:
         if step > max(continued_from + 1, self._repeat_until):
             return None
         self._tell({"kind": "stepped", "generation": self.generation, "step": step})
-        repeated_steps = self.repeated_steps(continued_from)
         plan = self.recovered
         self.recovered = None
         if plan is None:
@@ -403,7 +397,7 @@ class Member:
             "ranks": [loss.rank for loss in losses],
             "hosts": [loss.host for loss in losses],
             "why": "; ".join(str(loss) for loss in losses),
-            "repeated_steps": repeated_steps,
+            "repeated_steps": max(int(plan["reached"]) - continued_from, 0),
             "notice_s": max(loss.notice_s for loss in losses),
             "regroup_s": round(self._met_s - plan["began_s"], 3),
             "restore_s": round(loaded_s - self._met_s, 3),

@@ -74,6 +74,13 @@ class PreemptionRequests:
         self._update()
         return self._reason
 
+    def reason_with(self, *, stop_file: Path, max_time_s: float) -> str:
+        """Return the first reason to stop as rank 0 sees it, which may be this file or the age of this process.
+
+        Neither is recorded, so rank 0 alone reports it later. The value is empty if there is no reason.
+        """
+        return self.reason or next(self._other_reasons(stop_file, max_time_s), "")
+
     @property
     def count(self) -> int:
         """Number of requests so far. Each signal counts, so that repeated signals can be noticed."""
@@ -99,7 +106,7 @@ class PreemptionRequests:
         if time.monotonic() < self._next_poll_s:
             return
         self._next_poll_s = time.monotonic() + POLL_EVERY_S
-        for reason in self._other_reasons():
+        for reason in self._other_reasons(self._stop_file, self._max_time_s):
             if reason not in self._others:
                 self._others.append(reason)
                 self._reason = self._reason or reason
@@ -108,14 +115,14 @@ class PreemptionRequests:
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
 
-    def _other_reasons(self) -> Iterator[str]:
+    def _other_reasons(self, stop_file: Path | None, max_time_s: float) -> Iterator[str]:
         """Yield each present reason to stop that is not a signal."""
-        if self._stop_file is not None and os.path.exists(self._stop_file):
-            yield f"the file {self._stop_file}"
-        if self._stop_file is not None and was_removed(self._stop_file.parent):
-            yield f"the loss of the run directory {self._stop_file.parent}"
-        if self._max_time_s and time.monotonic() - self._start_s >= self._max_time_s:
-            yield f"the time limit of {self._max_time_s:g} s"
+        if stop_file is not None and os.path.exists(stop_file):
+            yield f"the file {stop_file}"
+        if stop_file is not None and was_removed(stop_file.parent):
+            yield f"the loss of the run directory {stop_file.parent}"
+        if max_time_s and time.monotonic() - self._start_s >= max_time_s:
+            yield f"the time limit of {max_time_s:g} s"
         if self._is_orphan or any(launcher.lives() is False for launcher in self._launchers):
             yield "the end of the launcher"
 

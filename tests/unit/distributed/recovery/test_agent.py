@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from txl_dist.artifacts import STOP
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import HANG
 
@@ -204,8 +205,10 @@ def test_a_job_that_waits_goes_on_when_the_lost_agent_is_started_again(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_bad_spares", [0, 100])
-def test_a_job_that_waits_ends_at_a_stop_signal_also_if_no_rank_is_left(num_bad_spares: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_bad_spares", "by_file"), [(0, False), (100, False), (100, True)])
+def test_a_job_that_waits_ends_when_it_is_asked_to_stop_also_if_no_rank_is_left(
+    num_bad_spares: int, by_file: bool, tmp_path: Path
+) -> None:
     agents = Agents(tmp_path, on_loss="wait", num_bad_spares=num_bad_spares, silent_s=20.0)
     first, second = (agents.wait_for("began", rank=rank) for rank in (0, 1))
     if num_bad_spares:
@@ -215,8 +218,12 @@ def test_a_job_that_waits_ends_at_a_stop_signal_also_if_no_rank_is_left(num_bad_
         agents.agents[1].kill()
     assert agents.agents[0].stderr is not None
     text = next(line for line in agents.agents[0].stderr if "the job waits for" in line)
-    agents.agents[0].send_signal(signal.SIGTERM)
+    if by_file:
+        (tmp_path / STOP).touch()
+    else:
+        agents.agents[0].send_signal(signal.SIGTERM)
     assert agents.agents[0].wait(30) == HANG, text
+    assert not (tmp_path / STOP).exists()
     agents.end()
 
 

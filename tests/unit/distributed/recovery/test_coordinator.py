@@ -416,6 +416,17 @@ def test_a_job_that_waits_ends_when_it_is_asked_to_stop() -> None:
     assert "asked to stop by SIGTERM while it waited for rank 1 on b" in job.coordinator.lines[-1]
 
 
+def test_a_job_whose_replacement_is_missing_for_long_ends_when_it_is_asked_to_stop() -> None:
+    job = Job(on_loss="wait")
+    job.lose(2)
+    job.recover(0, 1)
+    job.tell(0, "stop", reason="SIGTERM")
+    job.tick(READY_S / 2, heard="012")
+    assert not job.coordinator.is_ended
+    job.tick(READY_S, heard="012")
+    assert "asked to stop by SIGTERM while it waited for rank 2" in job.coordinator.lines[-1]
+
+
 def test_a_request_to_stop_is_left_to_the_ranks_while_none_is_waited_for() -> None:
     job = Job("aa", on_loss="wait")
     job.tell(0, "stop", reason="SIGTERM")
@@ -436,6 +447,16 @@ def test_repeated_steps_do_not_end_a_row_of_losses_but_are_no_part_of_the_next_r
     job.lose(1, step=15)
     assert job.coordinator.is_ended
     assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
+def test_losses_at_different_repeated_steps_are_no_row() -> None:
+    """A run that has returned to an old checkpoint repeats many steps, and finishes some between two losses."""
+    job = Job()
+    job.lose(1, step=1000)
+    for step in range(100, 600, 100):
+        job.recover(0, 1, 2, step=step - 50)
+        job.lose(step // 100 % 3, step=step)
+    assert not job.coordinator.is_ended
 
 
 def test_a_row_of_losses_ends_when_all_ranks_are_past_the_step_of_the_loss() -> None:

@@ -1,0 +1,44 @@
+"""Steps after which recovery copies the state of a rank."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from txl_dist.train.checkpoint.recovery import InJobRecovery
+from txl_dist.train.checkpoint.slots import Share
+
+
+def stored_steps(folder: Path, steps: list[int], *, copy_every: int) -> list[int]:
+    """Return those of the steps after which the state was copied."""
+    paths = [folder / str(number) for number in range(3)]
+    for path in paths:
+        path.touch()
+    place = {"generation": 1, "partner_address": None, "others": [], "collecting": nullcontext}
+    member = SimpleNamespace(slots=[str(path) for path in paths], **place)
+    ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    share = Share(0, 1)
+    recovery = InJobRecovery(
+        cast("Any", member), cast("Any", ranks), share=share, copy_every=copy_every, partner_every=1
+    )
+    stored: list[int] = []
+    recovery._slots.store = lambda state, engine, sums: stored.append(state.step)  # type: ignore[method-assign]
+    for step in steps:
+        recovery.store(cast("Any", SimpleNamespace(step=step)), cast("Any", None), {})
+    recovery.close()
+    return stored
+
+
+def test_the_state_is_copied_after_each_nth_step(tmp_path: Path) -> None:
+    assert stored_steps(tmp_path, list(range(1, 10)), copy_every=1) == list(range(1, 10))
+    assert stored_steps(tmp_path, list(range(1, 10)), copy_every=4) == [4, 8]
+
+
+def test_the_first_step_after_a_rewind_is_copied_because_the_copies_are_of_steps_that_were_given_up(
+    tmp_path: Path,
+) -> None:
+    assert stored_steps(tmp_path, [7, 8, 9, 10, 6, 7, 8], copy_every=4) == [8, 6, 8]
