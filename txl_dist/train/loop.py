@@ -490,9 +490,8 @@ class TrainingRun:
         for kind, problem in facts["no_bits"].items():
             logger.info("%s records have no bits per byte, because %s", kind, problem)
         facts = start_facts(self.engine, context.ranks) | facts
-        if state.step and self.recovery.is_unfinished:
-            return
-        self.reporter.write("event", {"event": "start", "step": state.step, **facts})
+        if not (state.step and self.recovery.is_unfinished):
+            self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 
     def _report(self, state: TrainState, interval: Interval) -> None:
         """Write the training record of a logging interval. All ranks call this method together."""

@@ -481,14 +481,13 @@ def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:
 
     The run has passed all checks before, so nothing is checked again.
     """
-    checkpoints = list_checkpoints(context.run_dir)
     return Start(
         step,
         stream,
         context.corpora.first.tokenizer.to_json(),
         evaluated_losses(context.run_dir, up_to=step, kind=context.corpora.first_kind),
         warnings=[],
-        newest=checkpoints[-1] if checkpoints else None,
+        newest=next(reversed(list_checkpoints(context.run_dir)), None),
     )
 
 
