@@ -131,6 +131,12 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
     run_dir = Path(settings.run.dir)
     has_agents = settings.recover.spares > 0
     if not slots:
+        if settings.recover.on_loss != "stop":
+            echo(
+                f"txl launch: recover.on_loss={settings.recover.on_loss} does not survive the loss of an agent on this "
+                "machine, because the deepspeed launcher ends all processes of a node if one of its agents dies",
+                to=sys.stderr,
+            )
         flags = _flags_for_this_machine(flags, asked, num_ranks=num_ranks)
         return launch_ranks(flags, train_words, run_dir=run_dir, verbose=verbose, has_agents=has_agents)
     from txl_dist.launcher.deepspeed_files import files_for_launcher

@@ -199,7 +199,7 @@ class Agent:
         if self._partner_server is not None:
             self._partner_server.close()
         if self._server is not None:
-            self._server.close(grace_s=END_S if code else 1.0)
+            self._server.close(grace_s=END_S if code else self._options.silent_s + END_S)
         self._spare.end()
         return code
 
@@ -307,7 +307,9 @@ class Agent:
         self._coordinator = Connection(peer)
         self._selector.register(peer, selectors.EVENT_READ, self._obey)
         place = {"host": socket.gethostname(), "node": node_name()}
-        self._tell_coordinator({"kind": "hello", "seat": self._seat, "pid": self._pid, **place})
+        self._tell_coordinator(
+            {"kind": "hello", "seat": self._seat, "pid": self._pid, "agent_pid": os.getpid(), **place}
+        )
 
     def _tell_coordinator(self, message: Message) -> None:
         """Send a message to the coordinator. If it is gone, the job ends."""

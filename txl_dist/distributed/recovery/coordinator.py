@@ -69,6 +69,8 @@ class _Agent:
     """Network address of the agent's node, as the coordinator sees it."""
     seat: list[object] = field(default_factory=list)
     pid: int = 0
+    agent_pid: int = 0
+    """Pid of the agent itself."""
     rank: int = -1
     """Rank that the agent's process is, or -1 if the agent has no rank."""
     status: Status | None = None
@@ -122,6 +124,9 @@ class Coordinator:
         """Lines for people that the caller prints."""
         self.dropped: list[int] = []
         """Agents that count as lost, whose connections the caller closes."""
+        self.silent_here: list[int] = []
+        """Pids of silent agents on the coordinator's node that count as lost. The caller kills them at its end, because
+        a launcher would wait for a stopped agent forever."""
         self.generation = 1
         self.is_ended = False
         self._world_size = world_size
@@ -182,6 +187,10 @@ class Coordinator:
             lost.is_connected = False
             if not was_connected or lost.has_left or lost.rank < 0 or self.is_ended:
                 continue
+            if all(one.has_left for one in self._ranked.values() if one is not lost) and self._world_size > 1:
+                self.is_ended = True  # ranks leave together, so this rank has finished the run too
+                self.lines.append(f"the agent of rank {lost.rank} on {lost.host} was lost after the end of the run")
+                return
             why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
             if not self._is_complete:
                 self._end(why)
@@ -240,6 +249,8 @@ class Coordinator:
             elif not self._has_met or is_missed(number, statuses, silent_s=self._silent_s):
                 self.lines.append(f"the agent of rank {agent.rank} was silent for {self._silent_s:g} s")
                 silent.append(number)
+                if agent.node == self._agents[0].node:
+                    self.silent_here.append(agent.agent_pid)
         self.dropped += silent
         self._lose_agents(silent, now_s)
 
@@ -255,6 +266,7 @@ class Coordinator:
         if earlier is not None and earlier.is_connected:
             raise ValueError(f"agent {number} is already connected")
         agent = _Agent(message["host"], message["node"], message["address"], message["seat"], message["pid"])
+        agent.agent_pid = int(message["agent_pid"])
         agent.heard_s = now_s
         self._agents[number] = agent
         if not self._is_complete and number < self._world_size:
@@ -516,13 +528,14 @@ class Coordinator:
             self._end(f"it was asked to stop by {self._stop} while it waited for {where}")
         elif unfilled and now_s >= self._say_s and not self.is_ended:
             self._say_s = now_s + SAY_EVERY_S
-            minutes = f"{(now_s - self._planned_s) / 60:.0f} min"
+            waited_min = round((now_s - self._planned_s) / 60)
+            so_far = f", for {waited_min} min so far" if waited_min else ""
             lost = [f"RANK={number}" for number, one in unfilled.items() if not one.is_connected]
             again = "Its spare is tried again"
             if lost:
                 again = f"Start {' and '.join(lost)} again with the command of the run"
             end = "To end the job, send SIGTERM to its processes, or create the file STOP in the run directory"
-            self.lines.append(f"the job waits for {where}, for {minutes} so far. {again}. {end}")
+            self.lines.append(f"the job waits for {where}{so_far}. {again}. {end}")
             for one in unfilled.values():
                 if one.is_connected:
                     self._send_to_node(one.node, {"kind": "replace", "seat": one.seat})

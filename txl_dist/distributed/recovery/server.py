@@ -6,8 +6,10 @@ another key is dropped.
 
 from __future__ import annotations
 
+import os
 import secrets
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -41,12 +43,18 @@ class CoordinatorServer:
         self._thread.start()
 
     def close(self, *, grace_s: float) -> None:
-        """End the thread after all agents have disconnected, or after `grace_s` seconds."""
+        """End the thread after all agents have disconnected, or after `grace_s` seconds.
+
+        Silent agents of this node are killed.
+        """
         end_s = time.monotonic() + grace_s
         while any(number >= 0 for number in list(self._agents.values())) and time.monotonic() < end_s:
             time.sleep(0.02)
         self._closing.set()
         self._thread.join(1.0)
+        for pid in self._coordinator.silent_here:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _run(self) -> None:
         last_s = time.monotonic()

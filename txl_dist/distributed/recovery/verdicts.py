@@ -53,10 +53,12 @@ class Loss(NamedTuple):
     def repeats(self, other: Loss) -> bool:
         """Return whether two losses have the same rank, cause, step and phase.
 
-        The loss of a node or of its network is never a repetition, because no step causes it.
+        The loss of a node or of its network is never a repetition, because no step causes it. Neither is the loss of a
+        replacement that has not begun a step.
         """
         mine = (self.rank, self.cause, self.step, self.phase)
-        return mine == (other.rank, other.cause, other.step, other.phase) and self.cause not in (AGENT_LOST, CUT_OFF)
+        is_same = mine == (other.rank, other.cause, other.step, other.phase)
+        return is_same and self.step > 0 and self.cause not in (AGENT_LOST, CUT_OFF)
 
     def __str__(self) -> str:
         return (
@@ -134,7 +136,7 @@ def why_not_again(
     the last hour. All three numbers include this loss.
     """
     if any(loss.repeats(other) for other in earlier):
-        return f"{loss}. The same happened before at this step, so a new attempt would fail too"
+        return f"{loss}. The same happened before at this step, so the job does not try again"
     if num_failed > max_in_row or num_in_row > max_in_row * world_size:
         limit = f"recover.max_in_row={max_in_row}"
         return f"{loss}. This is loss number {num_in_row} without a finished step between them ({limit})"

@@ -394,6 +394,7 @@ class Member:
         loaded_s = plan.get("loaded_s", self._met_s)
         return {
             "generation": self.generation,
+            "world_size": int(plan["world_size"]),
             "ranks": [loss.rank for loss in losses],
             "hosts": [loss.host for loss in losses],
             "why": "; ".join(str(loss) for loss in losses),

@@ -38,7 +38,7 @@ class Job:
 
     def greet(self, number: int, node: str) -> None:
         place = {"host": node, "node": node, "address": f"address of {node}"}
-        self.tell(number, "hello", **place, seat=[f"seat {number}"], pid=10 + number)
+        self.tell(number, "hello", **place, seat=[f"seat {number}"], pid=10 + number, agent_pid=50 + number)
 
     def tell(self, rank: int, kind: str, **values: Any) -> None:
         self.coordinator.receive(rank, {"kind": kind, **values}, self.now_s)
@@ -356,6 +356,34 @@ def test_a_rank_lost_after_another_has_ended_ends_the_job() -> None:
     assert "after another rank had ended" in job.coordinator.lines[-1]
 
 
+def test_an_agent_that_is_silent_when_the_other_ranks_have_finished_ends_no_finished_run() -> None:
+    job = Job("aab")
+    for rank in (0, 1):
+        job.tell(rank, "left", code=0)
+    job.tick(7.0)
+    assert job.coordinator.is_ended
+    assert "was lost after the end of the run" in job.coordinator.lines[-1]
+    assert job.told() == []
+    assert job.coordinator.silent_here == []  # it is on another node
+
+
+def test_a_silent_agent_beside_the_coordinator_is_to_be_killed_at_the_end() -> None:
+    job = Job("aa", on_loss="shrink")
+    job.tick(4.0, heard="0")
+    job.status(0, idle_s=7.0)
+    job.now_s += 4.0
+    job.status(0, idle_s=11.0)
+    job.tick()
+    assert job.coordinator.silent_here == [51]
+
+
+def test_replacements_that_die_before_their_first_step_are_no_repetition() -> None:
+    job = Job()
+    for _ in range(3):
+        job.lose(1, step=0, phase="leave")
+    assert not job.coordinator.is_ended
+
+
 def test_a_rank_that_ends_while_another_is_replaced_ends_the_job_which_would_wait_for_it() -> None:
     job = Job()
     job.lose(0)
@@ -583,7 +611,7 @@ def test_idle_agents_end_with_the_code_of_the_job() -> None:
 
 def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
     coordinator = Coordinator(2, silent_s=6, max_in_row=3)
-    hello = {"kind": "hello", "host": "a", "node": "a", "address": "", "seat": [], "pid": 1}
+    hello = {"kind": "hello", "host": "a", "node": "a", "address": "", "seat": [], "pid": 1, "agent_pid": 1}
     coordinator.receive(0, hello, 0.0)
     coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)
     assert coordinator.is_ended
