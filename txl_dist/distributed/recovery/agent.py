@@ -308,7 +308,7 @@ class Agent:
         self._selector.register(peer, selectors.EVENT_READ, self._obey)
         place = {"host": socket.gethostname(), "node": node_name()}
         self._tell_coordinator(
-            {"kind": "hello", "seat": self._seat, "pid": self._pid, "agent_pid": os.getpid(), **place}
+            {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id(), **place}
         )
 
     def _tell_coordinator(self, message: Message) -> None:

@@ -69,8 +69,8 @@ class _Agent:
     """Network address of the agent's node, as the coordinator sees it."""
     seat: list[object] = field(default_factory=list)
     pid: int = 0
-    agent_pid: int = 0
-    """Pid of the agent itself."""
+    process: object = None
+    """Identity of the agent's process, as JSON values."""
     rank: int = -1
     """Rank that the agent's process is, or -1 if the agent has no rank."""
     status: Status | None = None
@@ -124,9 +124,9 @@ class Coordinator:
         """Lines for people that the caller prints."""
         self.dropped: list[int] = []
         """Agents that count as lost, whose connections the caller closes."""
-        self.silent_here: list[int] = []
-        """Pids of silent agents on the coordinator's node that count as lost. The caller kills them at its end, because
-        a launcher would wait for a stopped agent forever."""
+        self.silent_here: list[object] = []
+        """Processes of silent agents on the coordinator's node that count as lost. The caller kills them at its end,
+        because a launcher would wait for a stopped agent forever."""
         self.generation = 1
         self.is_ended = False
         self._world_size = world_size
@@ -250,7 +250,7 @@ class Coordinator:
                 self.lines.append(f"the agent of rank {agent.rank} was silent for {self._silent_s:g} s")
                 silent.append(number)
                 if agent.node == self._agents[0].node:
-                    self.silent_here.append(agent.agent_pid)
+                    self.silent_here.append(agent.process)
         self.dropped += silent
         self._lose_agents(silent, now_s)
 
@@ -266,7 +266,7 @@ class Coordinator:
         if earlier is not None and earlier.is_connected:
             raise ValueError(f"agent {number} is already connected")
         agent = _Agent(message["host"], message["node"], message["address"], message["seat"], message["pid"])
-        agent.agent_pid = int(message["agent_pid"])
+        agent.process = message["process"]
         agent.heard_s = now_s
         self._agents[number] = agent
         if not self._is_complete and number < self._world_size:

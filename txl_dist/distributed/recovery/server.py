@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, end_when_unreachable, listen
+from txl_dist.distributed.processes import process_of
 from txl_dist.distributed.recovery.coordinator import Coordinator
 
 TICK_S = 0.2
@@ -52,9 +53,10 @@ class CoordinatorServer:
             time.sleep(0.02)
         self._closing.set()
         self._thread.join(1.0)
-        for pid in self._coordinator.silent_here:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in map(process_of, self._coordinator.silent_here):
+            if process.lives():  # else its pid may be that of another process now
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     def _run(self) -> None:
         last_s = time.monotonic()

@@ -38,7 +38,7 @@ class Job:
 
     def greet(self, number: int, node: str) -> None:
         place = {"host": node, "node": node, "address": f"address of {node}"}
-        self.tell(number, "hello", **place, seat=[f"seat {number}"], pid=10 + number, agent_pid=50 + number)
+        self.tell(number, "hello", **place, seat=[f"seat {number}"], pid=10 + number, process=[number])
 
     def tell(self, rank: int, kind: str, **values: Any) -> None:
         self.coordinator.receive(rank, {"kind": kind, **values}, self.now_s)
@@ -374,7 +374,7 @@ def test_a_silent_agent_beside_the_coordinator_is_to_be_killed_at_the_end() -> N
     job.now_s += 4.0
     job.status(0, idle_s=11.0)
     job.tick()
-    assert job.coordinator.silent_here == [51]
+    assert job.coordinator.silent_here == [[1]]
 
 
 def test_replacements_that_die_before_their_first_step_are_no_repetition() -> None:
@@ -611,7 +611,7 @@ def test_idle_agents_end_with_the_code_of_the_job() -> None:
 
 def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
     coordinator = Coordinator(2, silent_s=6, max_in_row=3)
-    hello = {"kind": "hello", "host": "a", "node": "a", "address": "", "seat": [], "pid": 1, "agent_pid": 1}
+    hello = {"kind": "hello", "host": "a", "node": "a", "address": "", "seat": [], "pid": 1, "process": []}
     coordinator.receive(0, hello, 0.0)
     coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)
     assert coordinator.is_ended
