@@ -143,7 +143,7 @@ def _steps_since_saved(events: Iterable[Event]) -> list[int]:
             saved_step = event.step
         elif event.name == "recovered":
             recovery = _recovery(event, step_s=0.0)
-            if event.fields.get("restored_from") != "copies":
+            if recovery.restored_from != "copies":
                 saved_step = min(saved_step, recovery.step)  # the run found no newer checkpoint
             distances.append(recovery.step + recovery.repeated_steps - saved_step)
     return distances
