@@ -1,4 +1,4 @@
-"""Measure the losses of the quick start over several seeds, for the README.
+"""Measure the losses of the quick start over several seeds, for the README, and compare precisions with other recipes.
 
     python -m tools.experiments.quickstart --seeds 3       prepare, train and evaluate each seed, one after the other
     python -m tools.experiments.quickstart --precision bf16 --recipe quickstart    in bf16, with configs/quickstart.toml
@@ -25,8 +25,8 @@ from tools.experiments.trainings import run_txl
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import TxlError
 
-RECIPES = ("modern_quickstart", "quickstart")
-"""Recipes in `configs/` that can be measured. The quick start trains the first one."""
+RECIPES = ("modern_quickstart", "quickstart", "stdlib_cpu", "xlnet_cpu")
+"""Recipes in `configs/` that can be measured, all on the same corpus. The quick start trains the first one."""
 PRECISIONS = ("fp32", "bf16")
 RECORDS = NOTEBOOK / "quickstart.csv"
 RANKS = 2
