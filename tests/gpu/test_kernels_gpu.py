@@ -153,9 +153,11 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("num_columns", [204, 20_003, 67_735])
+@pytest.mark.parametrize(("num_columns", "incoming"), [(204, 3.0), (20_003, 1.0), (67_735, 0.4)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_weighted_loss_and_its_gradients_are_those_of_autograd(dtype: torch.dtype, num_columns: int) -> None:
+def test_a_weighted_loss_and_its_gradients_are_those_of_autograd(
+    dtype: torch.dtype, num_columns: int, incoming: float
+) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(1_000, 64), (num_columns, 64), (num_columns,)]
     leaves = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
@@ -165,13 +167,13 @@ def test_a_weighted_loss_and_its_gradients_are_those_of_autograd(dtype: torch.dt
     assert fused_softmax.runs_kernel(hidden)
     cluster = fused_softmax.Cluster(None, targets, (fused_softmax.Columns(table, bias, 0, num_columns),), None)
     loss = fused_softmax.fused_linear_cross_entropy(hidden, [cluster], weight_S=weight)
-    found = torch.autograd.grad(loss, leaves)
+    found = torch.autograd.grad(loss * incoming, leaves)
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     logits = exact_leaves[0] @ exact_leaves[1].t() + exact_leaves[2]
     exact = (torch.nn.functional.cross_entropy(logits, targets, reduction="none") * weight).sum()
     tolerance = TOLERANCE.get(dtype, 1e-4)
     assert loss.item() == pytest.approx(exact.item(), rel=tolerance)
-    for a, b in zip(found, torch.autograd.grad(exact, exact_leaves), strict=True):
+    for a, b in zip(found, torch.autograd.grad(exact * incoming, exact_leaves), strict=True):
         assert (a.double() - b).norm() < tolerance * b.norm()
 
 

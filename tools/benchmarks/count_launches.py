@@ -87,6 +87,8 @@ WRITTEN_BESIDES_READ = {
     ("adam_step", "SQUARES"),
 }
 """Operands that a Triton kernel both reads and writes. They count as two passes."""
+MOVES_NOTHING = {("multiply_unless_one", "VALUES")}
+"""Operands that a Triton kernel does not read or write in bf16 and fp32, where the loss is not scaled."""
 MAKES_GRADIENTS = ("mm", "addmm", "embedding", "embedding_dense_backward")
 """Operations that make a gradient of a table, or read the table for the model."""
 ATTENTION = {*FORWARD, *BACKWARD, SUM, "set_width"}
@@ -164,7 +166,7 @@ class Counter:
         tensors = {
             n: [t for t in tree_leaves(x) if isinstance(t, Tensor)] for n, x in zip(names, arguments, strict=False)
         }
-        operands = {n: found for n, found in tensors.items() if found}
+        operands = {n: found for n, found in tensors.items() if found and (name, n) not in MOVES_NOTHING}
         twice = {n for n in operands if (name, n) in WRITTEN_BESIDES_READ}
         sizes = {n: sum(map(span, found)) * (2 if n in twice else 1) for n, found in operands.items()}
         # A kernel of the softmax writes the gradients over the logits.

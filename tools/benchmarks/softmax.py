@@ -256,6 +256,7 @@ def bytes_per_logit(*, by_kernel: bool, num_columns: int = 20_003) -> float:
     )
     count = LogitBytes((num_rows, num_columns))
     patched: dict[str, Any] = {"runs_kernel": lambda hidden_SD: by_kernel, "_into_gradient_by_kernel": count.kernel}
+    patched["_multiply_unless_one"] = lambda gradient, factor: None  # no gradient here has the size of the logits
     patched["CACHED_LOGITS"] = {"cpu": num_rows * num_columns}  # all rows at once, as on a GPU
     with mock.patch.multiple(fused_softmax, **patched), count:
         fused_softmax.fused_linear_cross_entropy(

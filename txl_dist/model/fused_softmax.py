@@ -7,13 +7,13 @@ The forward pass computes the gradients too, one chunk of tokens at a time, whil
     tables   Each table has one buffer for its gradient. Clusters that are slices of one table write to slices of it.
              (Autograd would make a gradient as large as the whole table for every slice.)
     tokens   Tokens of weight 0 contribute nothing. The padded rows of a partition contribute nothing either.
-    types    In half precision the gradient of the logits is divided by the largest weight. Otherwise a weight of one
-             over the number of tokens would make the gradient underflow. The backward pass multiplies by that weight,
-             together with the loss scale. Losses and parameters' gradients are summed over tokens in fp32 or fp64.
+    types    In fp16 the gradient of the logits is divided by the largest weight. Otherwise a weight of one over the
+             number of tokens would make the gradient underflow. The backward pass multiplies by that weight, together
+             with the loss scale. Losses and parameters' gradients are summed over tokens in fp32 or fp64.
 
 On a GPU one Triton kernel adds the bias and turns logits into gradients. It replaces 24 operations. The backward pass
-only multiplies the gradients by the incoming scalar, in place. So it can run only once. No operation waits for the
-device.
+only multiplies the gradients by the incoming scalar, in place. So it can run only once. A second Triton kernel does
+this without a pass over the gradients if the scalar is 1. No operation waits for the device.
 
 Shapes: S tokens, D model width, E width of a table, V rows of a table, R rows of a cluster, c rows of a cluster in one
 chunk.
@@ -120,10 +120,9 @@ class _WeightedLoss(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         weight_S = weight_S.to(at_least_fp32(hidden_SD.dtype))
-        is_half = hidden_SD.dtype != weight_S.dtype
         largest: Tensor | None = None
         share_S = weight_S
-        if is_half:
+        if hidden_SD.dtype == torch.float16:
             tiny = torch.finfo(weight_S.dtype).tiny
             largest = weight_S.abs().max().clamp(min=tiny)
             share_S = weight_S / largest
@@ -139,6 +138,7 @@ class _WeightedLoss(torch.autograd.Function):
         d_parameters = [sums.parameters.get(x) for x in parameters]
         ctx.save_for_backward(largest, d_hidden, *d_parameters)
         ctx.dtypes = [hidden_SD.dtype, *(x.dtype for x in parameters)]
+        ctx.by_kernel = by_kernel
         ctx.is_spent = False
         loss_S = sums.loss[:-1]
         return (loss_S * weight_S).sum()
@@ -159,7 +159,9 @@ class _WeightedLoss(torch.autograd.Function):
             else:
                 factor = incoming * largest
             for gradient in gradients:
-                if gradient is not None:
+                if gradient is not None and ctx.by_kernel:
+                    _multiply_unless_one(gradient, factor)
+                elif gradient is not None:
                     gradient.mul_(factor)
         cast: list[Tensor | None] = []
         for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
@@ -372,6 +374,16 @@ def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor,
     with attention_launch.launching_on(logits_cV):
         kernel(logits_cV, bias, targets_c, share_c, loss_c, num_rows, stride, ROWS=rows, COLUMNS=columns, num_warps=8)
     return loss_c
+
+
+def _multiply_unless_one(gradient: Tensor, factor: Tensor) -> None:
+    """Multiply a contiguous gradient in place by a scalar of the same device, by a Triton kernel."""
+    from txl_dist.model.kernels.softmax import multiply_unless_one
+
+    size = gradient.numel()
+    kernel: Any = multiply_unless_one[(math.ceil(size / KERNEL_TILE),)]
+    with attention_launch.launching_on(gradient):
+        kernel(gradient, factor, size, BLOCK=KERNEL_TILE, num_warps=8)
 
 
 def _into_gradient(logits_cV: Tensor, targets_c1: Tensor, share_c1: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def test_tables_of_a_large_vocabulary_are_passed_over_few_times(name: str, most_
     found = in_fresh_process(name, layers_less=0, waves=False, pad_widths="off")  # so a value is 2 bytes in bf16
     assert found["launches, micro-step"] <= most_launches
     assert found["update, bytes per parameter"] <= 32
-    # 30 of the update, 4 to scale the softmax's gradient, and 6 to add the embedding's.
-    assert 30 <= found["update, bytes per table value"] <= 40
+    # 30 of the update, and 6 to add the embedding's gradient to the softmax's, which is not scaled.
+    assert 30 <= found["update, bytes per table value"] <= 36
 
 
 def test_every_kernel_is_compiled_and_has_its_waves(counted: tuple[dict[str, Any], str]) -> None:

@@ -1,9 +1,9 @@
-"""One Triton kernel that turns a chunk's logits into losses and gradients in place. `fused_softmax` starts it.
+"""A Triton kernel that turns a chunk's logits into losses and gradients in place, and one that scales gradients.
 
-`fused_softmax` also has the same computation in torch. The kernel reads each row twice. The first pass computes the
-row's maximum and sum of exponentials, online. The second pass writes the gradient over the logits while the cache still
-holds the row. This moves six bytes per logit in half precision. Separate operations would pass over the whole chunk 24
-times.
+`fused_softmax` starts both. It also has the same computation in torch. The first kernel reads each row twice. The
+first pass computes the row's maximum and sum of exponentials, online. The second pass writes the gradient over the
+logits while the cache still holds the row. This moves six bytes per logit in half precision. Separate operations would
+pass over the whole chunk 24 times.
 
 A logit is overwritten only after its whole row has been read. No program reads memory that another program writes. Sums
 are in fp32, and always in the same order.
@@ -82,3 +82,18 @@ def logits_to_gradient(
         is_target = column[None, :] == target[:, None]
         gradient -= tl.where(is_target, share[:, None], 0.0)
         tl.store(pointer, gradient.to(LOGITS.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def multiply_unless_one(VALUES, FACTOR, size, BLOCK: tl.constexpr):
+    """Multiply values in place by one number in memory. If that number is 1, no value is read or written.
+
+    The host would have to wait for the device to know that number. Each program multiplies BLOCK of the `size` values.
+    """
+    factor = tl.load(FACTOR)
+    if factor != 1.0:
+        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = place < size
+        values = tl.load(VALUES + place, mask=mask, other=0.0)
+        product = values.to(tl.float32) * factor
+        tl.store(VALUES + place, product.to(VALUES.dtype.element_ty), mask=mask)

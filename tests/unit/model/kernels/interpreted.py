@@ -312,12 +312,27 @@ def weighted_losses() -> dict[str, float]:
     return found
 
 
+def multiplied_errors() -> dict[str, float]:
+    """Largest relative difference between a gradient that the kernel multiplied and the product in fp32, rounded."""
+    found, generator = {}, torch.Generator().manual_seed(0)
+    for shape, dtype in [((5,), torch.float32), ((64, 64), torch.bfloat16), ((71, 150), torch.float16)]:
+        gradient = torch.randn(shape, generator=generator).to(dtype)
+        for factor in (1.0, 2.6):
+            product = gradient.clone()
+            fused_softmax._multiply_unless_one(product, torch.tensor(factor))
+            name = f"{str(dtype).removeprefix('torch.')} {factor}"
+            expected = (gradient.float() * factor).to(dtype)
+            found[name] = ((product - expected) / expected).abs().max().item()
+    return found
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     # Memory that nothing was written to holds NaN: what is read but was never written would show.
     torch.use_deterministic_algorithms(True)
     checks = {"dropout_rates": dropout_rates, "recomputed": recomputed}
     checks |= {"softmax_errors": softmax_errors, "weighted_losses": weighted_losses}
+    checks |= {"multiplied_errors": multiplied_errors}
     tiles = attention_launch.tiles
     with np.errstate(all="ignore"):
         for name in names:

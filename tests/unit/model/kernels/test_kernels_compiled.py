@@ -235,6 +235,18 @@ def test_the_softmax_moves_vectors_and_keeps_all_in_registers(
     assert machine.count(r"\b(ATOM|ATOMG|RED)\b") == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_gradient_is_multiplied_by_vectors_and_in_registers(
+    dtype: torch.dtype, compiled: dict[str, Any], tmp_path: Path
+) -> None:
+    fused_softmax._multiply_unless_one(torch.zeros(16, 4096, dtype=dtype), torch.ones(()))
+    machine = machine_of(compiled["multiply_unless_one"], tmp_path)
+    assert machine.stack_bytes == 0
+    assert machine.count(r"\b(LDL|STL)\b") == 0
+    assert machine.count(r"\bLDG\.\S*128\b") > 0
+    assert machine.count(r"\bSTG\.\S*128\b") > 0
+
+
 def test_importing_the_launcher_does_not_import_triton() -> None:
     program = "import sys, txl_dist.model.kernels.attention_launch; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -45,6 +45,7 @@ def found(request: pytest.FixtureRequest) -> FOUND:
         "recomputed",
         "softmax_errors",
         "weighted_losses",
+        "multiplied_errors",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.model.kernels.interpreted", *names],
@@ -109,3 +110,10 @@ def test_logits_become_the_gradient_that_their_twin_makes(found: FOUND) -> None:
 def test_loss_and_every_gradient_of_an_adaptive_softmax_are_those_of_the_plain_losses(found: FOUND) -> None:
     assert len(found["weighted_losses"]) > 10
     assert {name: error for name, error in found["weighted_losses"].items() if not error <= 1e-6} == {}
+
+
+def test_a_gradient_is_multiplied_in_fp32_and_rounded_once(found: FOUND) -> None:
+    one_unit = {"bfloat16 2.6": 2**-7}  # the interpreter cuts bf16 off where a GPU rounds
+    assert len(found["multiplied_errors"]) == 6
+    for case, error in found["multiplied_errors"].items():
+        assert error <= one_unit.get(case, 0.0), case
