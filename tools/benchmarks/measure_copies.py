@@ -1,8 +1,9 @@
 """Measure how much longer a training step takes with recovery's copies: on the node, and on a partner node too.
 
     python -m tools.benchmarks.measure_copies [--rounds 20] [--most 6]         steps of about 50 ms, 2 ranks
-    python -m tools.benchmarks.measure_copies --config configs/quickstart.toml --most 1         the quick start's step
+    python -m tools.benchmarks.measure_copies --config configs/modern_quickstart.toml --most 1  the quick start's step
     python -m tools.benchmarks.measure_copies --copy-every 4         copies every four steps, as with recover.copy_every
+    python -m tools.benchmarks.measure_copies --ways off node --rounds 180 --steps 5    a narrow interval, in minutes
     python -m tools.benchmarks.measure_copies --rounds 1 --steps 2             the smallest size, 20 s
 
 Two ranks train in this program's own processes. The ways take turns, a block of steps each, because the speed of a
@@ -12,20 +13,23 @@ machine drifts:
     node       a thread copies the state into memory of another process, as with recover.spares = 1
     partner    the thread also sends it to the process of the other rank over TCP, as with recover.copies = partner
 
-The share is the median, over the rounds, of a block's mean step divided by that of the block without copies. With
-`--most P` the program exits with code 1 if copies on the node cost more than P percent. Both ranks run on this machine,
-so the partner's work takes the time of the same cores. It runs on CPUs only.
+The share is the median, over the rounds, of a block's mean step divided by that of the block without copies. Its
+interval has 95 % of the medians of rounds drawn again with replacement. With `--most P` the program exits with code 1
+if copies on the node cost more than P percent. Both ranks run on this machine, so the partner's work takes the time of
+the same cores. It runs on CPUs only.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,35 +160,49 @@ def work(rank: int, config: Config, port: int, arguments: argparse.Namespace) ->
 
 def measure(bench: Bench, ranks: RankInfo, arguments: argparse.Namespace) -> int:
     """Measure all ways in turn. Rank 0 prints a table. Return the exit code."""
-    for way in WAYS:
+    ways = ["off", *(way for way in WAYS[1:] if way in arguments.ways)]
+    for way in ways:
         bench.block(way, num_steps=2)
-    blocks: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    blocks: dict[str, list[list[float]]] = {way: [] for way in ways}
     numbers = range(arguments.rounds)
     for number in announced(numbers, what="round") if ranks.is_rank0 else numbers:
-        turn = number % len(WAYS)
-        for way in (*WAYS[turn:], *WAYS[:turn]):
+        turn = number % len(ways)
+        for way in (*ways[turn:], *ways[:turn]):
             blocks[way].append(bench.block(way, num_steps=arguments.steps))
     if not ranks.is_rank0:
         return 0
     shares = {}
-    print("| copies | step, ms: minimum | median | longer than without, median of rounds |\n|---|---|---|---|")
+    print(
+        "| copies | step, ms: minimum | median | longer than without, median of rounds | 95 % |\n|---|---|---|---|---|"
+    )
     for way, measured in blocks.items():
         pairs = zip(measured, blocks["off"], strict=True)
         ratios = [statistics.fmean(block) / statistics.fmean(off) for block, off in pairs]
         shares[way] = 100 * (statistics.median(ratios) - 1)
+        low, high = (100 * (bound - 1) for bound in interval_of_median(ratios))
         times = [1000 * second for block in measured for second in block]
-        print(f"| {way} | {min(times):.1f} | {statistics.median(times):.1f} | {shares[way]:+.1f} % |")
-    if arguments.most and shares["node"] > arguments.most:
+        step = f"{min(times):.1f} | {statistics.median(times):.1f}"
+        print(f"| {way} | {step} | {shares[way]:+.1f} % | {low:+.1f} to {high:+.1f} % |")
+    if arguments.most and shares.get("node", 0.0) > arguments.most:
         cost = f"{shares['node']:.1f} % of a step"
         print(f"copies on the node cost {cost}, more than {arguments.most:g} %", file=sys.stderr)
         return 1
     return 0
 
 
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return the bounds of the 95 % interval of a median, from medians of values drawn with replacement."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(1000))
+    return medians[25], medians[-26]
+
+
 def main() -> None:
     """Prepare a corpus unless a configuration names one, start two ranks and print what they measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=None, help="settings of the run, whose corpus exists")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to compare with off (default all)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="precision of the steps")
     parser.add_argument("--rounds", type=positive, default=20, help="blocks of each way")
     parser.add_argument("--steps", type=positive, default=10, help="timed steps of a block")
     parser.add_argument("--copy-every", type=positive, default=1, metavar="N", help="steps between two copies")
@@ -194,7 +212,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = arguments.config
-        changes: dict[str, Any] = {"run": {"dir": str(folder / "run")}, "engine": {"precision": "fp32"}}
+        changes: dict[str, Any] = {"run": {"dir": str(folder / "run")}, "engine": {"precision": arguments.precision}}
         if path is None:
             prepare_corpus(folder)
             path = folder / "ends.toml"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,11 +144,10 @@ class StreamState:
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values. Each time a corpus is divided again among its lanes within an epoch,
         `unread` becomes longer by about 20 bytes per lane."""
-        values = asdict(self)
-        for corpus_values, corpus in zip(values["corpora"], self.corpora, strict=True):
-            corpus_values["unread"] = _text_of(corpus.unread)
-            corpus_values["skips"] = _text_of(corpus.skips)
-        return values
+        corpora = []
+        for corpus in self.corpora:
+            corpora.append({**vars(corpus), "unread": _text_of(corpus.unread), "skips": _text_of(corpus.skips)})
+        return {**vars(self), "corpora": corpora}  # `asdict` would copy each range
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StreamState:

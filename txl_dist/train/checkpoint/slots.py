@@ -70,6 +70,10 @@ class Share(NamedTuple):
         """Return this part of a flat tensor of that length."""
         return slice(self.part * length // self.num_parts, (self.part + 1) * length // self.num_parts)
 
+    def cut(self, flat: Tensor) -> Tensor:
+        """Return this part of a flat tensor as a view."""
+        return flat if self.num_parts == 1 else flat[self.of(len(flat))]
+
 
 class _Piece(NamedTuple):
     """Values of a parameter in a slot. JSON stores it as a list."""
@@ -251,7 +255,7 @@ class StateSlots:
         self.wait()
         partitions = engine.partition_states()
         memories = self._copy.unchanging(state.memories)
-        values = [flat[self._share.of(len(flat))] for partition in partitions for flat in partition.values.values()]
+        values = [self._share.cut(flat) for partition in partitions for flat in partition.values.values()]
         values += _tensors(memories)
         places = [(partition.pieces, list(partition.values)) for partition in partitions]
         key = places, [(value.shape, value.dtype) for value in values]
