@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from txl_dist.distributed.recovery.partner import NUM_PARTNER_SLOTS
+from txl_dist.distributed.recovery.partner import NUM_PARTNER_SLOTS, num_own_slots
 
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
 """Number of failures per GPU and hour, computed from the unexpected interruptions of Llama 3's pre-training on H100
@@ -95,10 +95,8 @@ def version_bytes(
 
 def num_versions(*, has_partner: bool, partner_every: int) -> int:
     """Return the number of versions that the agent of a rank holds, those of its partner included."""
-    if not has_partner:
-        return 2
-    own = 3 if partner_every > 1 else 2
-    return own + NUM_PARTNER_SLOTS
+    own = num_own_slots(has_partner=has_partner, partner_every=partner_every)
+    return own + NUM_PARTNER_SLOTS if has_partner else own
 
 
 def recovery_cost(

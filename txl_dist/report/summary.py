@@ -404,9 +404,12 @@ def _speed_facts(history: History) -> Iterator[Fact]:
 def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
     """Yield the facts on ranks, restarts and events that mean trouble."""
     history = run.history
+    ranks_at_start = recorded.get("ranks")
+    ranks = _ranks_after_recovery(history) or ranks_at_start
     yield _fact(
         "Ranks",
-        _text(recorded.get("ranks")),
+        _text(ranks),
+        _phrase("at the start: {}", ranks_at_start) if ranks != ranks_at_start else None,
         _phrase("hosts: {}", recorded.get("hosts")),
         _text(recorded.get("device")),
         _phrase("threads per rank: {}", recorded.get("threads_per_rank")),
@@ -421,6 +424,18 @@ def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
     with suppress(ValueError, OverflowError, OSError):
         last_record = datetime.fromtimestamp(history.last_time_s, UTC)
         yield _fact("Last record", f"{last_record:%Y-%m-%d %H:%M} UTC")
+
+
+def _ranks_after_recovery(history: History) -> int | None:
+    """Return the number of ranks after the newest recovery since the last start. Returns None if there was none, or if
+    the number is unknown."""
+    for event in reversed(history.events):
+        if event.name == "start":
+            return None
+        ranks = event.fields.get("world_size")
+        if event.name == "recovered" and _is_count(ranks):
+            return ranks
+    return None
 
 
 def _recovery_facts(history: History) -> Iterator[Fact]:

@@ -65,6 +65,23 @@ def test_the_goodput_is_that_of_the_stated_formula(run: Path) -> None:
     assert goodput_of(history, step_ms=None) is None
 
 
+@pytest.mark.parametrize(
+    ("events", "ranks"),
+    [
+        ([recovered(13, 1.0, world_size=4)], ("4", "hosts: 2")),
+        ([recovered(13, 1.0, world_size=3), recovered(15, 2.0, world_size=2)], ("2", "at the start: 4, hosts: 2")),
+        ([recovered(13, 1.0, world_size=3), event("start", 13, ranks=4, hosts=2)], ("4", "hosts: 2")),
+        ([recovered(13, 1.0, world_size="3")], ("4", "hosts: 2")),
+    ],
+)
+def test_a_job_that_shrank_is_shown_with_the_ranks_that_it_has(
+    events: list[dict[str, Any]], ranks: tuple[str, str], tmp_path: Path
+) -> None:
+    run = read_run(write(tmp_path / "run", event("start", 0, ranks=4, hosts=2, time_s=1000.0), *events))
+    (fact,) = (fact for fact in facts_of(run) if fact.name == "Ranks")
+    assert (fact.value, fact.note) == ranks
+
+
 @pytest.fixture
 def returned(tmp_path: Path) -> Path:
     """A run of 100 s that lost a rank in step 16, and returned to its checkpoint of step 4."""

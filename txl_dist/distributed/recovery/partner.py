@@ -35,6 +35,14 @@ _REPLY = struct.Struct("q")
 _ENTRY = struct.Struct("qqq")
 
 
+def num_own_slots(*, has_partner: bool, partner_every: int) -> int:
+    """Return the number of versions that an agent keeps for its own rank.
+
+    With partner copies every `partner_every` > 1 versions, one of them is the last version that was sent.
+    """
+    return 3 if has_partner and partner_every > 1 else 2
+
+
 class PartnerAddress(NamedTuple):
     """Address of the server in an agent. JSON stores it as a list."""
 

@@ -39,6 +39,7 @@ from typing_extensions import override
 
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import gather_objects
+from txl_dist.distributed.recovery.partner import num_own_slots
 from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, slot_to_replace
 from txl_dist.errors import CheckpointError, ConfigError, TrainingError, TxlError, raised_everywhere
@@ -230,7 +231,8 @@ class StateSlots:
         self._copy = copy or SlotCopy()
         self._slots = [_Slot(path, copy=self._copy) for path in paths]
         self._others = [_Slot(path) for path in others]
-        self._num_used = 3 if partner is not None and partner.every > 1 else 2
+        partner_every = 1 if partner is None else partner.every
+        self._num_used = num_own_slots(has_partner=partner is not None, partner_every=partner_every)
         self._share = share
         self._rank = rank
         self._world_size = world_size
