@@ -88,8 +88,8 @@ WRITTEN_BESIDES_READ = {
 }
 """Operands that a Triton kernel both reads and writes. They count as two passes."""
 MOVES_NOTHING = {("multiply_unless_one", "VALUES")}
-"""Operands that a Triton kernel does not read or write if the loss is not scaled: in bf16 and fp32, with one micro-batch
-per step."""
+"""Operands that a Triton kernel does not read or write if the loss is not scaled: in bf16 and fp32, with one
+micro-batch per step."""
 MAKES_GRADIENTS = ("mm", "addmm", "embedding", "embedding_dense_backward")
 """Operations that make a gradient of a table, or read the table for the model."""
 ATTENTION = {*FORWARD, *BACKWARD, SUM, "set_width"}
