@@ -15,8 +15,9 @@ On a GPU one Triton kernel adds the bias and turns logits into gradients. It rep
 only multiplies the gradients by the incoming scalar, in place. So it can run only once. A second Triton kernel does
 this without a pass over the gradients if the scalar is 1. No operation waits for the device.
 
-Shapes: S tokens, D model width, E width of a table, V rows of a table, R rows of a cluster, c rows of a cluster in one
-chunk.
+Shapes: S tokens, D model width, E width of a table, V rows of a table, R rows (tokens) of a cluster, c rows of a
+cluster in one chunk, r rows of a chunk that fit the cache. In logits_cV and logits_rV, V is the cluster's number of
+columns.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from txl_dist.model.kernels import attention_launch
 from txl_dist.model.relative_attention import at_least_fp32
 
 CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
-"""Smallest number of tokens in a chunk, by kind of device. Each chunk reads all weights and writes their gradient, so
-small chunks are slow."""
+"""Number of tokens that a chunk may have whatever its number of logits, by kind of device. Each chunk reads all weights
+and writes their gradient, so small chunks are slow. The tokens are divided into chunks of about equal size."""
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
 """Largest number of logits in a chunk that has more than CHUNK_ROWS tokens, by kind of device. On a GPU all tokens of
 the recipes are one chunk, so nothing is summed over chunks, and a table's gradient has the table's type."""
@@ -201,7 +202,8 @@ class _Sums:
             self.hidden = hidden_SD.new_zeros(len(hidden_SD) + 1, hidden_SD.shape[1])
         self.parameters = _gradient_buffers(parameters, clusters, like=hidden_SD, sum_dtype=share_S.dtype)
         self._begun: set[tuple[Tensor, int | None]] = set()
-        """Gradients, with the first row of a slice, that hold a sum. All others hold arbitrary numbers."""
+        """(parameter, first row of a slice) of each gradient that holds a sum. Other rows hold arbitrary numbers until
+        their first product."""
         self.by_kernel = by_kernel
         # On a CPU, products in half precision read numbers after a row's end and multiply them by zero. They must not
         # be NaN, so the buffer begins with zeros.

@@ -1,7 +1,8 @@
 """Predicted cost and gain of recovery inside the job, by arithmetic. Nothing here was measured on a GPU.
 
 With P bytes of weights and optimizer state, M bytes of memories, W GPUs, g GPUs per node, steps of s seconds, a version
-every n steps, of which each k-th one is for the next node too, and F seconds between two failures of any GPU:
+every n steps, of which each k-th one is for the next node too, F seconds between two failures of any GPU, w seconds
+that training waits for a checkpoint, and r seconds of a restart:
 
     version of a rank    v = P / W + M / W. At ZeRO stage 0 the ranks of a node divide the state: v = P / g + M / W
     host memory per node g v (own slots + 2), where own slots are 2, or 3 if k > 1. On one node g v 2
@@ -10,8 +11,9 @@ every n steps, of which each k-th one is for the next node too, and F seconds be
     share of a step      (c + p / k) / (n s), most of which overlaps with the next forward and backward pass
     a version waits      max(0, c - b), and each k-th one max(0, c + p - b), where b is the time of these passes
     steps made again     the one in flight, half of it on average. With a lost node, (n k - 1) / 2 finished ones more
-    time lost without    wait / interval + (interval / 2 + restart) / F, with interval = sqrt(2 wait F) (Young 1974)
-    time lost with       wait / interval + mean wait / s + (RECOVER_S + s / 2 + s (n k - 1) / 2) / F
+    time lost without    w / i + (i / 2 + r) / F, with i = sqrt(2 w F) seconds between two checkpoints (Young 1974)
+    time lost with       w / i + q / s + (RECOVER_S + s / 2 + s (n k - 1) / 2) / F, where q is the mean wait of a step
+                         for versions
     goodput              1 - time lost
 
 The gain assumes that every failure is survived, and takes a node. Failures of two neighbours at once are not counted,

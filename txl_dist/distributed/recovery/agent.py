@@ -13,7 +13,8 @@ The agent holds what must outlive a rank: the rank's seat. It passes stop signal
 exit code of its rank. So a launcher that watches the agent sees a rank that works until the run ends. The agent itself
 imports no torch and trains nothing.
 
-Limitations: if an agent is killed, the job ends, because the copies of its rank's state end with it.
+Limitations: the copies in an agent end with it. If another agent takes the rank, the run continues from the copies of a
+partner, or else from the last checkpoint. If the agent of rank 0 is killed, the job ends.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ class Agent:
         if self._partner_server is not None:
             self._partner_server.offer([SlotFile(os.dup(slot)) for slot in self._seat.slots])
         self._page = StatusPage(self._seat.status)
+        self._page.clear()
         self._listener = _listen_at(self._seat.address)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -124,7 +126,7 @@ class Agent:
         """Time of the newest status that the coordinator has confirmed, or None if the coordinator is on this node."""
         self._pid = 0
         self._exit_status: int | None = None
-        """Status of the rank's process, as os.waitpid returns it."""
+        """Exit code of the rank's process, negative for a signal. None while the process runs."""
         self._closed_s: float | None = None
         """Time at which the connection of the rank ended."""
         self._is_leaving = False
@@ -171,6 +173,7 @@ class Agent:
             os.environ["WORLD_SIZE"] = str(num_ranks)
             self._child = self._start(self._seat)
             self._pid = self._child.pid
+            self._forward_again()
 
     def run(self) -> int:
         """Serve the rank and the coordinator until the rank has ended. Returns the exit code."""
@@ -221,6 +224,11 @@ class Agent:
         if self._is_idle and not self._is_welcome:
             self._end({"kind": "end", "code": 128 + number})
 
+    def _forward_again(self) -> None:
+        """Pass on a stop signal that came while the rank had another process, or none."""
+        if self._stop is not None and self._stop[1] != self._pid:
+            self._forward(self._stop[0], None)
+
     def _signal(self, number: int) -> None:
         """Send a signal to the rank's process, if there is one."""
         if self._pid > 0:  # 0 and -1 would mean other processes
@@ -229,7 +237,10 @@ class Agent:
 
     def _accept(self, listener: socket.socket) -> None:
         """Accept a process of the same user: the rank, a replacement, the spare, or the parent of a replacement."""
-        peer, _ = listener.accept()
+        try:
+            peer, _ = listener.accept()
+        except OSError:  # the peer is gone already, or there is no descriptor left
+            return
         _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             peer.close()
@@ -271,6 +282,8 @@ class Agent:
             self._spare.connect(connection, now_s)
         elif self._spare.is_at(connection):
             self._spare.answer(message, now_s)
+        elif kind == "pong" or (kind == "forked" and "pid" not in message):
+            return  # the late answer of a spare that was killed
         elif kind == "forked":  # from the spare that has forked this agent's rank
             if self._rank_link is None:  # else the replacement itself was faster
                 self._pid = int(message["pid"])
@@ -279,7 +292,14 @@ class Agent:
             if message["pid"] == self._pid:
                 self._exit_status = message["status"]
         elif kind == "coordinator":
-            self._connect(message)
+            try:
+                self._connect(message)
+            except OSError as error:
+                address = f"{message['host']}:{message['port']}"
+                self._end_job(
+                    f"the agent of rank {self._number} on {socket.gethostname()} cannot connect to that of rank 0 at "
+                    f"{address}: {error}. Allow TCP connections between all nodes, or set recover.spares to 0"
+                )
         elif kind == "leaving":
             self._is_leaving = True
         elif kind == "lock":
@@ -292,24 +312,24 @@ class Agent:
                 self._spare.ensure(now_s)
             if kind == "failed":
                 self._failed_code = int(message["code"])
-            if kind == "ready" and self._stop is not None and self._stop[1] != self._pid:
-                self._forward(self._stop[0], None)  # it was sent to a process that was lost
+            if kind == "ready":
+                self._forward_again()
             self._tell_coordinator(message)
 
     def _connect(self, message: Message) -> None:
-        """Connect to the coordinator, whose address the ranks have exchanged."""
+        """Connect to the coordinator at `host` and `port` of the message. Raises OSError if that fails."""
         peer = socket.create_connection((message["host"], int(message["port"])), timeout=CONNECT_S)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end_when_unreachable(peer, after_s=UNREACHABLE * self._options.silent_s)
+        coordinator = Connection(peer)
+        hello = {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id()}
+        place = {"host": socket.gethostname(), "node": node_name()}
+        coordinator.send({"key": message["key"], "agent": self._number, **hello, **place})
         is_remote = peer.getpeername()[0] != peer.getsockname()[0]
         self._lease_s = time.monotonic() if is_remote else None
         self._key = message["key"]
-        self._coordinator = Connection(peer)
+        self._coordinator = coordinator
         self._selector.register(peer, selectors.EVENT_READ, self._obey)
-        place = {"host": socket.gethostname(), "node": node_name()}
-        self._tell_coordinator(
-            {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id(), **place}
-        )
 
     def _tell_coordinator(self, message: Message) -> None:
         """Send a message to the coordinator. If it is gone, the job ends."""
@@ -326,12 +346,14 @@ class Agent:
                 self._rank_link.send(message)
 
     def _obey(self, peer: socket.socket) -> None:
-        """Act on the coordinator's messages."""
-        assert self._coordinator is not None
+        """Act on the coordinator's messages. It may have been lost before, in the same turn of `run`."""
+        if self._coordinator is None:
+            return
         try:
             messages = self._coordinator.receive()
         except (OSError, ValueError):
-            return self._lose_coordinator()
+            self._lose_coordinator()
+            return
         for message in messages:
             self._follow(message)
 
@@ -386,8 +408,7 @@ class Agent:
             self._connect({"host": job.host, "port": job.port, "key": job.key})
         except OSError:
             return False
-        if self._coordinator is None:
-            return False
+        assert self._coordinator is not None
         peer = self._coordinator.peer
         self._selector.unregister(peer)
         select.select([peer], [], [], CONNECT_S)
@@ -403,6 +424,7 @@ class Agent:
             self._is_refused = True
             peer.close()
             self._coordinator = None
+            self._lease_s = None
         return self._is_welcome
 
     def _keep_joining(self, now_s: float) -> None:
@@ -432,7 +454,7 @@ class Agent:
             echo(f"txl: recovery: no agent can join this job later: {error}", to=sys.stderr, flush=True)
 
     def _end_rank(self) -> None:
-        """Kill the process of the rank, because the job goes on without it. Its state is not needed, only its slots."""
+        """Kill the process of the rank, because the job continues without this rank. Its slots stay."""
         self._signal(signal.SIGKILL)
         if self._child is not None and self._pid == self._child.pid:
             self._child.wait()
@@ -449,10 +471,15 @@ class Agent:
         self._coordinator.peer.close()
         self._coordinator = None
         reason = "the connection to the agent of rank 0 was lost"
-        if self._number == 1 and not self._is_leaving and self._deadline_s is None:
-            how = "The same command continues from the last checkpoint"
-            with suppress(OSError):  # the terminal is gone. One agent says it for all
-                echo(f"txl: recovery: the job ends: {reason}. {how}", to=sys.stderr, flush=True)
+        if (self._number == 1 or self._is_first_of_node) and not self._is_leaving and self._deadline_s is None:
+            self._end_job(f"{reason}. The same command continues from the last checkpoint")
+        else:
+            self._end({"kind": "end", "code": HANG, "reason": reason})
+
+    def _end_job(self, reason: str) -> None:
+        """Print why the job ends, and ask the rank to end."""
+        with suppress(OSError):  # the terminal is gone
+            echo(f"txl: recovery: the job ends: {reason}", to=sys.stderr, flush=True)
         self._end({"kind": "end", "code": HANG, "reason": reason})
 
     def _end(self, message: Message) -> None:
@@ -509,7 +536,7 @@ class Agent:
 
     def _ask_to_stop(self, reason: str) -> None:
         """Send a request to stop to the coordinator, once."""
-        if reason != self._told_stop:
+        if reason != self._told_stop and self._coordinator is not None:
             self._told_stop = reason
             self._tell_coordinator({"kind": "stop", "reason": reason})
 
@@ -529,8 +556,9 @@ class Agent:
         if self._deadline_s is not None and not self._is_leaving:
             return self._end_code
         if code >= 0 or self._is_leaving or self._coordinator is None or -code in SIGNALS:
-            self._tell_coordinator({"kind": "left", "code": abs(code)})
-            return 128 - code if code < 0 else code
+            exit_code = 128 - code if code < 0 else code
+            self._tell_coordinator({"kind": "left", "code": exit_code})
+            return exit_code
         self._exit_status = None
         self._closed_s = None
         self._pid = 0

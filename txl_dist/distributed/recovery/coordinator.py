@@ -86,7 +86,8 @@ class _Agent:
     started_s: float = 0.0
     """Time at which a replacement has connected to the agent."""
     is_unfilled: bool = False
-    """Whether the rank has no process, and nobody is asked for one."""
+    """Whether the rank has no process, and its node gives it none: its agent was lost, its spares have failed, or no
+    replacement came in time."""
     ready: int = 1
     """Generation for which the rank is ready to meet."""
     stepped: int = 0
@@ -138,7 +139,8 @@ class Coordinator:
         self._losses: list[Loss] = []  # since the ranks have last finished a step that no lost rank had begun before
         self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
         self._num_failed = 0  # generations that lost a rank since then
-        self._recent: deque[float] = deque()
+        self._failed_generation = 0  # last generation that `_num_failed` has counted
+        self._recent: deque[float] = deque()  # times of the recoveries within the last hour
         self._planned_s = 0.0
         self._began_s = 0.0  # time of the first loss in `_planned`
         self._has_met = True
@@ -187,7 +189,7 @@ class Coordinator:
             lost.is_connected = False
             if not was_connected or lost.has_left or lost.rank < 0 or self.is_ended:
                 continue
-            if all(one.has_left for one in self._ranked.values() if one is not lost) and self._world_size > 1:
+            if all(agent.has_left for agent in self._ranked.values() if agent is not lost) and self._world_size > 1:
                 self.is_ended = True  # ranks leave together, so this rank has finished the run too
                 self.lines.append(f"the agent of rank {lost.rank} on {lost.host} was lost after the end of the run")
                 return
@@ -214,7 +216,7 @@ class Coordinator:
             self._kill(number, why)
 
     def excuse(self, seconds: float, now_s: float) -> None:
-        """Note that the caller did not run for so many seconds, in which it could hear nobody."""
+        """Note that the caller did not run for so many seconds. No agent counts as silent because of this pause."""
         for agent in self._agents.values():
             agent.heard_s = min(now_s, agent.heard_s + seconds)
 
@@ -229,7 +231,7 @@ class Coordinator:
         if agent.is_silent:
             agent.is_silent = False
             self.lines.append(f"agent {number} on {agent.host} answers again")
-            if any(one.is_unfilled for one in self._ranked.values()):
+            if any(other.is_unfilled for other in self._ranked.values()):
                 self._replace_elsewhere("", now_s)
 
     def _find_silent(self, now_s: float) -> None:
@@ -257,7 +259,7 @@ class Coordinator:
     @property
     def _ranked(self) -> dict[int, _Agent]:
         """Agents that have a rank, in the order of the ranks."""
-        ranked = [(number, one) for number, one in self._agents.items() if one.rank >= 0]
+        ranked = [(number, agent) for number, agent in self._agents.items() if agent.rank >= 0]
         return dict(sorted(ranked, key=lambda entry: entry[1].rank))
 
     def _greet(self, number: int, message: Message, now_s: float) -> None:
@@ -282,7 +284,7 @@ class Coordinator:
             self.lines.append(f"rank {agent.rank} continues on {agent.host}")
             self._plan(now_s)
             self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})
-        elif any(one.is_unfilled for one in self._ranked.values()):
+        elif any(other.is_unfilled for other in self._ranked.values()):
             self._replace_elsewhere("", now_s)
 
     def _start(self, number: int, pid: int, now_s: float) -> None:
@@ -319,10 +321,12 @@ class Coordinator:
             return None
         if not self._planned:
             self._began_s = now_s
-        if self._has_met:  # else the loss is one of several at once, or of an unfinished recovery
+        # Other losses belong to the same recovery: ranks lost at once, as those of a node, or lost again meanwhile.
+        if self._has_met and self._failed_generation < self.generation:
+            self._failed_generation = self.generation
             self._num_failed += 1
-        self._recent.append(now_s)
-        while self._recent[0] < now_s - _HOUR_S:
+            self._recent.append(now_s)
+        while self._recent and self._recent[0] < now_s - _HOUR_S:
             self._recent.popleft()
         reason = why_not_again(
             loss,
@@ -337,7 +341,7 @@ class Coordinator:
         self._planned.append(loss)
         if not reason and not self._is_complete:
             reason = f"{loss}, before all ranks had started"
-        elif not reason and any(one.has_left for one in self._ranked.values()):
+        elif not reason and any(agent.has_left for agent in self._ranked.values()):
             reason = f"{loss}, after another rank had ended"
         if reason:
             self._end(reason)
@@ -346,10 +350,10 @@ class Coordinator:
 
     def _stay_unfilled(self, seat: list[object], now_s: float) -> None:
         """Act on the failure of the spares of a node: the rank with this seat gets no process there."""
-        for one in self._ranked.values():
-            if one.seat == seat and not one.is_alive and not self.is_ended:
-                one.is_unfilled = True
-                where = f"rank {one.rank} on {one.host}"
+        for agent in self._ranked.values():
+            if agent.seat == seat and not agent.is_alive and not self.is_ended:
+                agent.is_unfilled = True
+                where = f"rank {agent.rank} on {agent.host}"
                 self._replace_elsewhere(f"{where} cannot be replaced, because the spares there have failed", now_s)
 
     def _replace_elsewhere(self, why: str, now_s: float) -> None:
@@ -357,9 +361,9 @@ class Coordinator:
 
         `why` is a sentence about the rank that was lost last.
         """
-        missing = {number: one for number, one in self._ranked.items() if one.is_unfilled}
-        failed_nodes = {one.node for one in missing.values()}
-        free = [one for one in self._agents.values() if one.is_free and one.node not in failed_nodes]
+        missing = {number: agent for number, agent in self._ranked.items() if agent.is_unfilled}
+        failed_nodes = {agent.node for agent in missing.values()}
+        free = [agent for agent in self._agents.values() if agent.is_free and agent.node not in failed_nodes]
         if len(free) >= len(missing):
             self._move(list(missing.values()), free, now_s)
         elif self._on_loss == "shrink" and (size := self._smaller_size()):
@@ -385,7 +389,7 @@ class Coordinator:
 
     def _smaller_size(self) -> int:
         """Return the largest number of ranks that the agents with a process, or with a spare, allow. 0 if none."""
-        num_staying = sum(not one.is_unfilled for one in self._ranked.values())
+        num_staying = sum(not agent.is_unfilled for agent in self._ranked.values())
         return max((size for size in range(1, num_staying + 1) if self._max_ranks % size == 0), default=0)
 
     def _shrink(self, size: int, why: str, now_s: float) -> None:
@@ -394,17 +398,17 @@ class Coordinator:
         Ranks with a process stay rather than ranks that wait for a replacement, which may fail too.
         """
         before = self._world_size
-        able = [one for one in self._ranked.values() if not one.is_unfilled]
-        by_process = sorted(able, key=lambda one: (not one.is_alive, one.rank))
-        staying = sorted(by_process[:size], key=lambda one: one.rank)
-        for one in self._ranked.values():
-            one.rank = -1
-        for rank, one in enumerate(staying):
-            one.rank = rank
-        for one in by_process[size:]:  # their agents kill them
-            one.is_alive = False
-            one.kill = ""
-            one.status = None
+        able = [agent for agent in self._ranked.values() if not agent.is_unfilled]
+        by_process = sorted(able, key=lambda agent: (not agent.is_alive, agent.rank))
+        staying = sorted(by_process[:size], key=lambda agent: agent.rank)
+        for agent in self._ranked.values():
+            agent.rank = -1
+        for rank, agent in enumerate(staying):
+            agent.rank = rank
+        for agent in by_process[size:]:  # their agents kill them
+            agent.is_alive = False
+            agent.kill = ""
+            agent.status = None
         self._world_size = size
         self.lines.append(f"{why}. The job continues with {size} of {counted(before, 'rank')}")
         self._plan(now_s)
@@ -415,21 +419,22 @@ class Coordinator:
         self._planned_s = now_s
         self._has_met = False
         ranked = self._ranked
-        for number, one in self._agents.items():
-            neighbours = [other.rank for other in ranked.values() if other.node == one.node]
-            is_first = bool(neighbours) and one.rank == neighbours[0]
+        host_of_rank0 = self._host_of_rank0()
+        for number, agent in self._agents.items():
+            neighbours = [other.rank for other in ranked.values() if other.node == agent.node]
+            is_first = bool(neighbours) and agent.rank == neighbours[0]
             plan = {
                 "kind": "plan",
                 "generation": self.generation,
                 "losses": self._planned,
                 "repeat_until": self._repeat_until,
                 "began_s": self._began_s,
-                "rank": one.rank,
+                "rank": agent.rank,
                 "world_size": len(ranked),
-                "local_rank": neighbours.index(one.rank) if one.rank >= 0 else -1,
+                "local_rank": neighbours.index(agent.rank) if agent.rank >= 0 else -1,
                 "local_size": len(neighbours),
-                "host": self._host_of_rank0(),
-                "others": self._idle_seats(one.node) if is_first else [],
+                "host": host_of_rank0,
+                "others": self._idle_seats(agent.node) if is_first else [],
                 "holder": self._agents[0].seat,
             }
             self.outbox.append((number, plan))
@@ -441,14 +446,15 @@ class Coordinator:
 
     def _idle_seats(self, node: str) -> list[list[object]]:
         """Return the seats on a node that hold no rank. Their slots may hold state of an earlier generation."""
-        return [one.seat for one in self._agents.values() if one.node == node and one.rank < 0 and one.is_connected]
+        idle = [agent for agent in self._agents.values() if agent.rank < 0 and agent.is_connected]
+        return [agent.seat for agent in idle if agent.node == node]
 
     def _become_ready(self, number: int, message: Message, now_s: float) -> None:
         """Note that a rank waits for the others. Once all ranks wait, tell them where to meet."""
-        one = self._agents[number]
-        one.is_alive = True
-        one.ready = int(message["generation"])
-        if one.rank == 0:
+        agent = self._agents[number]
+        agent.is_alive = True
+        agent.ready = int(message["generation"])
+        if agent.rank == 0:
             self._port = int(message["port"])
         ranked = self._ranked
         is_complete = all(other.ready == self.generation for other in ranked.values())
@@ -463,14 +469,14 @@ class Coordinator:
         Losses are kept for comparison until all ranks have finished all steps that lost ranks had begun: what killed a
         rank may come in a later one of the repeated steps.
         """
-        one = self._agents[number]
-        one.stepped, one.last_step = generation, step
+        reporter = self._agents[number]
+        reporter.stepped, reporter.last_step = generation, step
         ranked = self._ranked.values()
-        if any(one.stepped != self.generation for one in ranked):
+        if any(agent.stepped != self.generation for agent in ranked):
             return
         self._planned.clear()
         self._num_failed = 0
-        if min(one.last_step for one in ranked) >= self._repeat_until:
+        if min(agent.last_step for agent in ranked) >= self._repeat_until:
             self._losses.clear()
 
     @property
@@ -483,35 +489,35 @@ class Coordinator:
         self._agents[number].has_left = True
         if code:
             self._fail(number, code=code, reason=f"exit code {code}")
-        elif all(one.has_left for one in self._ranked.values()) and not self.is_ended:
+        elif all(agent.has_left for agent in self._ranked.values()) and not self.is_ended:
             self.is_ended = True
-            idle = [other for other, one in self._agents.items() if one.rank < 0]
+            idle = [other for other, agent in self._agents.items() if agent.rank < 0]
             self.outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
         elif not self._has_met:
-            one = self._agents[number]
-            self._end(f"rank {one.rank} on {one.host} had ended when another rank was lost")
+            agent = self._agents[number]
+            self._end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
 
     def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
         if not self.is_ended:
             self.is_ended = True
-            one = self._agents[number]
-            reason = f"rank {one.rank} on {one.host} failed: {reason}"
+            agent = self._agents[number]
+            reason = f"rank {agent.rank} on {agent.host} failed: {reason}"
             self._send_to_all({"kind": "end", "code": code, "reason": reason})
 
     def _judge_regroup(self, now_s: float) -> None:
         """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long."""
         waited_s = now_s - self._planned_s
-        late = {number: one for number, one in self._ranked.items() if one.ready < self.generation}
-        absent = [one for one in late.values() if not one.is_alive and not one.is_unfilled]
+        late = {number: agent for number, agent in self._ranked.items() if agent.ready < self.generation}
+        absent = [agent for agent in late.values() if not agent.is_alive and not agent.is_unfilled]
         if waited_s > REPLACED_S and absent:
-            for one in absent:
-                one.is_unfilled = True
-            names = format_ranks([one.rank for one in absent])
+            for agent in absent:
+                agent.is_unfilled = True
+            names = format_ranks([agent.rank for agent in absent])
             self._replace_elsewhere(f"no replacement for {names} was ready within {REPLACED_S:g} s", now_s)
-        for number, one in late.items():
-            if one.is_alive and now_s - max(self._planned_s, one.started_s) > READY_S:
-                self._kill(number, f"did not leave generation {one.ready} within {READY_S:g} s")
+        for number, agent in late.items():
+            if agent.is_alive and now_s - max(self._planned_s, agent.started_s) > READY_S:
+                self._kill(number, f"did not leave generation {agent.ready} within {READY_S:g} s")
         self._judge_waiting(now_s)
 
     def _judge_waiting(self, now_s: float) -> None:
@@ -519,33 +525,33 @@ class Coordinator:
 
         A replacement that is expected gets `READY_S` seconds, because all ranks obey the request after it has come.
         """
-        unfilled = {number: one for number, one in self._ranked.items() if one.is_unfilled}
+        unfilled = {number: agent for number, agent in self._ranked.items() if agent.is_unfilled}
         missing = list(unfilled.values())
         if now_s > self._planned_s + READY_S:
-            missing = [one for one in self._ranked.values() if not one.is_alive]
-        where = ", ".join(f"rank {one.rank} on {one.host}" for one in missing)
+            missing = [agent for agent in self._ranked.values() if not agent.is_alive]
+        where = ", ".join(f"rank {agent.rank} on {agent.host}" for agent in missing)
         if missing and self._stop and not self.is_ended:
             self._end(f"it was asked to stop by {self._stop} while it waited for {where}")
         elif unfilled and now_s >= self._say_s and not self.is_ended:
             self._say_s = now_s + SAY_EVERY_S
             waited_min = round((now_s - self._planned_s) / 60)
             so_far = f", for {waited_min} min so far" if waited_min else ""
-            lost = [f"RANK={number}" for number, one in unfilled.items() if not one.is_connected]
+            lost = [f"RANK={number}" for number, agent in unfilled.items() if not agent.is_connected]
             again = "Its spare is tried again"
             if lost:
                 again = f"Start {' and '.join(lost)} again with the command of the run"
             end = "To end the job, send SIGTERM to its processes, or create the file STOP in the run directory"
             self.lines.append(f"the job waits for {where}{so_far}. {again}. {end}")
-            for one in unfilled.values():
-                if one.is_connected:
-                    self._send_to_node(one.node, {"kind": "replace", "seat": one.seat})
+            for agent in unfilled.values():
+                if agent.is_connected:
+                    self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})
 
     def _statuses(self, now_s: float) -> dict[int, Status]:
         """Return the present statuses of the ranks that have started and not ended, by agent."""
         statuses = {}
-        for number, one in self._ranked.items():
-            if one.status is not None and one.status.limit_s and one.is_alive and not one.has_left:
-                statuses[number] = aged(one.status, now_s - one.heard_s)
+        for number, agent in self._ranked.items():
+            if agent.status is not None and agent.status.limit_s and agent.is_alive and not agent.has_left:
+                statuses[number] = aged(agent.status, now_s - agent.heard_s)
         return statuses
 
     def _find_stuck(self, now_s: float) -> dict[int, str]:
@@ -555,16 +561,16 @@ class Coordinator:
         """
         statuses = self._statuses(now_s)
         frozen = find_frozen(statuses, silent_s=self._silent_s)
-        is_killing = any(one.kill for one in self._agents.values())
+        is_killing = any(agent.kill for agent in self._agents.values())
         if frozen or is_killing or not self._has_met:
             return frozen
         return find_hung(statuses, met_for_s=now_s - self._met_s)
 
     def _kill(self, number: int, why: str) -> None:
         """Order an agent to kill its rank's process, once. An agent that has lost its rank meanwhile needs no order."""
-        one = self._agents[number]
-        if one.rank >= 0 and not one.kill:
-            one.kill = why
+        agent = self._agents[number]
+        if agent.rank >= 0 and not agent.kill:
+            agent.kill = why
             self.outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
 
     def _end(self, reason: str) -> None:
@@ -580,5 +586,5 @@ class Coordinator:
 
     def _send_to_node(self, node: str, message: Message) -> None:
         """Send a message to the first agent of a node, which has the spare."""
-        first = min(number for number, one in self._agents.items() if one.node == node and one.is_connected)
+        first = min(number for number, agent in self._agents.items() if agent.node == node and agent.is_connected)
         self.outbox.append((first, message))

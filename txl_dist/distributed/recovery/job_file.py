@@ -1,11 +1,11 @@
 """The file of a running job in its run directory, through which an agent without a rank finds the coordinator.
 
 Agents of ranks learn the address over the process group. Agents of spare nodes, and agents that are started again in
-place of lost ones, belong to no process group. The file can be left over from an earlier job. Then nobody listens at
-the address, or somebody with another key, who closes the connection.
+place of lost ones, belong to no process group. The file can be left over from an earlier job. Then the
+connection fails, or another program with another key closes it.
 
-The file is written once rank 0 has locked the run directory. A job that ends before that leaves no word for the agents
-of spare nodes. `StoreWatch` tells them.
+The file is written once rank 0 has locked the run directory. A job that ends before that has no file. The agents of
+spare nodes notice its end with `StoreWatch`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JobAddress(NamedTuple):
     host: str
     port: int
     key: str
-    """Word that each message to the coordinator must carry."""
+    """Random key that each message to the coordinator must contain."""
 
 
 def publish_job(run_dir: Path, address: JobAddress) -> None:

@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -49,7 +50,7 @@ class PartnerAddress(NamedTuple):
     host: str
     port: int
     key: str
-    """Random word that each request must carry."""
+    """Random key that each request must contain."""
 
 
 def partner_of(rank: int, nodes: Sequence[str]) -> int | None:
@@ -112,7 +113,10 @@ class PartnerServer:
             try:
                 peer, _ = self._listener.accept()
             except OSError:
-                return
+                if self._listener.fileno() < 0:  # `close` was called
+                    return
+                time.sleep(0.1)  # the peer is gone already, or there is no descriptor left
+                continue
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end_when_unreachable(peer, after_s=self._unreachable_s)
             threading.Thread(target=self._serve, args=(peer,), name="partner copy", daemon=True).start()

@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import xxhash
@@ -22,6 +23,8 @@ HEAD_BYTES = 64
 _HEAD = struct.Struct("6qQ")
 _MAX_BYTES = 1 << 46
 """Limit for the sizes in a head from another process, far above any memory."""
+_MOST_SPARE_BYTES = 1 << 20
+"""Largest unused room in bytes that a slot gets when it grows, for versions that are a little longer."""
 
 
 class Version(NamedTuple):
@@ -100,11 +103,13 @@ class SlotFile:
 
     @property
     def head(self) -> SlotHead:
-        """Head of the version in this slot, or `NO_VERSION`."""
+        """Head of the version in this slot. `NO_VERSION` if the slot is empty or its head is damaged."""
         content = os.pread(self._file, HEAD_BYTES, 0)
         if len(content) < HEAD_BYTES:
             return NO_VERSION
-        return head_of(content)
+        with suppress(ValueError):
+            return head_of(content)
+        return NO_VERSION
 
     def is_whole(self) -> bool:
         """Return whether the content of the slot has the hash that its head says."""
@@ -147,7 +152,7 @@ class SlotFile:
         """Return the file as memory of at least `num_bytes`. A file that is too small grows. Raises OSError."""
         if self._map is None or len(self._map) < num_bytes:
             if os.fstat(self._file).st_size < num_bytes:
-                size = num_bytes + num_bytes // 8
+                size = num_bytes + min(num_bytes // 8, _MOST_SPARE_BYTES)
                 os.posix_fallocate(self._file, 0, size)  # OSError here, and not a signal at a later write
             self._map = mmap.mmap(self._file, 0)
         return self._map

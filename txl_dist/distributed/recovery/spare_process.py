@@ -108,7 +108,8 @@ class SpareProcess:
     def look(self, now_s: float) -> list[list[object]]:
         """Notice a spare that is dead or silent, and start another one.
 
-        Returns the seats for which no spare can be had, which is an empty list while there is hope.
+        Returns the seats whose requests are given back after `ATTEMPTS` failures in a row. Otherwise returns an empty
+        list.
         """
         if self._child is None:
             return []

@@ -67,8 +67,10 @@ class StatusPage:
         struct.pack_into("d", self._page, _LIMIT, limit_s)
 
     def clear(self) -> None:
-        """Forget the process that was the rank: its replacement is not silent yet, and in the phase `begin`."""
+        """Forget the process that was the rank. Its replacement is not silent yet, and in phase `begin` of step 0."""
         struct.pack_into("d", self._page, _LIMIT, 0.0)
+        struct.pack_into("q", self._page, _STEP, 0)
+        struct.pack_into("d", self._page, _HEARTBEAT, time.monotonic())
         self._set_phase("begin")
 
     def read(self) -> Status:

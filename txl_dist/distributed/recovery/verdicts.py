@@ -75,7 +75,7 @@ def aged(status: Status, seconds: float) -> Status:
 def is_missed(number: int, statuses: Mapping[int, Status], *, silent_s: float) -> bool:
     """Return whether a rank other than `number` makes no progress, or there is no other one.
 
-    A silent rank that nobody misses is slow, and not frozen.
+    While all other ranks make progress, a silent rank counts as slow, not as frozen.
     """
     others = [status.idle_s for other, status in statuses.items() if other != number]
     return not others or max(others) > silent_s / 2
@@ -132,8 +132,8 @@ def why_not_again(
     """Return the reason why a new attempt would fail too, or an empty text.
 
     `earlier` are the losses whose steps may come again. `num_in_row` is the number of losses since the last finished
-    step, and `num_failed` the number of generations that they have ended. `num_recent` is the number of losses within
-    the last hour. All three numbers include this loss.
+    step, and `num_failed` the number of generations that they have ended. `num_recent` is the number of recoveries
+    within the last hour. All three numbers include this one.
     """
     if any(loss.repeats(other) for other in earlier):
         return f"{loss}. The same happened before at this step, so the job does not try again"

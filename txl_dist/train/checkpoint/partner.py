@@ -6,6 +6,7 @@ A job that has only one node left has no partners. Its agent can still have copi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import gather_objects
@@ -61,19 +62,16 @@ class Partner:
     def versions(self) -> list[Version]:
         """Return the versions that the agent of this rank keeps for ranks of other nodes. Raises LostRankError."""
         try:
-            own = PartnerConnection(self._addresses[self._own_rank])
-            versions = own.versions()
-            own.close()
+            with closing(PartnerConnection(self._addresses[self._own_rank])) as connection:
+                return connection.versions()
         except OSError as error:
             raise LostRankError(f"the agent of rank {self._own_rank} is gone: {error}") from error
-        return versions
 
     def fetch(self, version: Version, keeper: int, into: SlotFile) -> bool:
         """Fetch a version from the agent of the rank `keeper` into a slot. Returns whether it has arrived whole."""
         try:
-            connection = PartnerConnection(self._addresses[keeper])
-            connection.get(version, into)
-            connection.close()
+            with closing(PartnerConnection(self._addresses[keeper])) as connection:
+                connection.get(version, into)
         except OSError as error:
             logger.warning("recovery: the agent of rank %d cannot send version %d: %s", keeper, version.serial, error)
             return False

@@ -62,7 +62,7 @@ class Recovery:
     def watch_passes(self, model: TransformerXL) -> None:
         """Make forward and backward passes of the model end between two blocks after the loss of a rank.
 
-        Otherwise a pass of many seconds would go on until the next collective.
+        Without this a pass of many seconds would continue until the next collective.
         """
 
     def mark_loaded(self) -> None:
@@ -139,7 +139,7 @@ class InJobRecovery(Recovery):
         self._is_new = member.generation > 1
 
     def _miss_partner(self) -> None:
-        """Refuse to start without another node. After a loss the job goes on without partner copies."""
+        """Refuse to start without another node. After a loss the job continues without partner copies."""
         if self._member.generation == 1:
             raise raised_everywhere(
                 ConfigError(

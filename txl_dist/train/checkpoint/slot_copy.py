@@ -3,11 +3,11 @@
     main thread     mark: all work that makes the values is in the queue of the device
     thread          copy: wait for the mark on a side stream, copy, wait for the copy
 
-On a GPU the copy runs beside the next forward and backward pass. The weights do not change before the next update, and
-`StateSlots.wait` comes before that. A CUDA graph overwrites the memory (hidden states) earlier, so the memory is first
-copied on the device.
+On a GPU the copy overlaps with the next forward and backward pass. The weights do not change before the next update,
+and `StateSlots.wait` comes before that. A CUDA graph overwrites the memory (hidden states) earlier, so the memory is
+first copied on the device.
 
-A collective that was aborted leaves any values behind. So a copy that ended after a newer plan arrived is refused. The
+An aborted collective leaves undefined values. So a copy that ended after a newer plan arrived is refused. The
 plan arrives before the abort, so a copy that passed this check holds values of finished collectives only.
 
 `PinnedSlotCopy` has not been run on a GPU. Its tests run on a CPU, with fakes for CUDA.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from txl_dist.errors import LostRankError
 from txl_dist.model.memory import Memory
 
 
@@ -36,7 +37,8 @@ class SlotCopy:
         return memories
 
     def mark(self) -> Any:
-        """Return a mark behind the work that makes the values. Called in the main thread, before `copy`."""
+        """Return a mark (a CUDA event) after the work that makes the values, or None on a CPU. Called in the main
+        thread, before `copy`."""
         return None
 
     def pin(self, content: Tensor) -> None:
@@ -91,7 +93,7 @@ class PinnedSlotCopy(SlotCopy):
                     target.copy_(value, non_blocking=True)
             self._stream.synchronize()
         if self._is_void():
-            raise RuntimeError("a rank was lost while the state was copied")
+            raise LostRankError("a rank was lost while the state was copied")
 
 
 def _check_cuda(code: Any) -> None:

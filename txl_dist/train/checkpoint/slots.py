@@ -467,7 +467,7 @@ class SlotSource(Source):
     """Values in the slots of the ranks of a node, for `Engine.load`."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Sequence[_Piece]]], counts: dict[str, float]) -> None:
-        """Index the pieces of each part, whose values lie in the tensor of bytes beside them.
+        """Index the pieces. Each part is (values of a slot as a tensor of bytes, pieces of these values).
 
         `counts` maps each parameter to the number of updates that the optimizer has counted.
         """

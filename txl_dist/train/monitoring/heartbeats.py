@@ -21,7 +21,7 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from txl_dist.distributed.connection import Connection, Message, listen
 from txl_dist.distributed.processes import ProcessId, process_of
@@ -214,6 +214,7 @@ class Spoke:
             self.seen[0].closed_s = time.monotonic()
 
 
-def _beat(values: list[Any]) -> Beat:
+def _beat(values: object) -> Beat:
     """Return the report that `values`, a list from JSON, describes. Raises ValueError or TypeError for other values."""
-    return typed(Beat, [process_of(values[0]), *values[1:]])
+    beat = typed(Beat, values)
+    return beat._replace(process=process_of(beat.process))

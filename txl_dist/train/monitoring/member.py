@@ -307,7 +307,7 @@ class Member:
         except Exception as error:
             if self._is_caused_by_loss(error):
                 raise RegroupError from None
-            if self._is_ended and not isinstance(error, TxlError):
+            if self._is_ended and (isinstance(error, LostRankError) or not isinstance(error, TxlError)):
                 raise self._ended() from error
             self._fail(error)
             raise

@@ -135,9 +135,9 @@ class Watchdog:
         self._arm()
 
     def write_stacks_to(self, folder: Path | None) -> None:
-        """Write stack traces to a file in this folder, which is created, and not to standard error. With None, the
-        place of the stack traces does not change."""
-        if folder is not None:
+        """Write stack traces to a file in this folder, which is created, and not to standard error. With None, or after
+        an earlier call with a folder, the place of the stack traces does not change."""
+        if folder is not None and self._stacks is None:
             folder.mkdir(parents=True, exist_ok=True)
             self._stacks = folder / f"rank_{self._ranks.rank:05d}.txt"
             # Opened now, since the net in C can open nothing. Appended to, so that the next start erases no stacks.
@@ -262,12 +262,8 @@ class Watchdog:
     def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
         """Return the verdict for the ranks in `silent`, which do not answer. `silence_s` is the number of seconds since
         the last answer of the first rank in `silent`."""
-        if len(silent) > 1:
-            have = "have"
-        else:
-            have = "has"
         where = f"{self._position(seen[silent[0]].beat)}. The process or its host is frozen, or the network link is cut"
-        line = self._hang_line(silent, f"{have} not answered for {silence_s:.0f} s: {where}")
+        line = self._hang_line(silent, f"not answered for {silence_s:.0f} s: {where}")
         return Verdict("hang", silent, line, [seen[rank].beat.process for rank in silent])
 
     def _stalled_verdict(self, seen: dict[int, Seen]) -> Verdict:
@@ -275,11 +271,7 @@ class Watchdog:
         idle_beats = {rank: rank_seen.beat for rank, rank_seen in seen.items() if rank_seen.beat.is_idle}
         culprits = ranks_waited_for(idle_beats)
         first = seen[culprits[0]].beat
-        if len(culprits) > 1:
-            have = "have"
-        else:
-            have = "has"
-        how = f"{have} made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
+        how = f"made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
         return Verdict("hang", culprits, self._hang_line(culprits, how), [])
 
     def _hang_line(self, culprits: list[int], how: str) -> str:
@@ -288,9 +280,13 @@ class Watchdog:
             stacks = f" Stacks of all ranks: {self._stacks.parent}."
         else:
             stacks = ""
+        if len(culprits) > 1:
+            have = "have"
+        else:
+            have = "has"
         return (
-            f"{self._name(culprits)} {how}.{stacks} The same command continues from the last checkpoint. If a step "
-            "may take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
+            f"{self._name(culprits)} {have} {how}.{stacks} The same command continues from the last checkpoint. If a "
+            "step may take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
         )
 
     def _name(self, ranks: list[int]) -> str:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from txl_dist.artifacts import STOP
 from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.recovery.job_file import JobAddress, publish_job
 from txl_dist.errors import HANG
 
 AGENT = """
@@ -253,6 +255,42 @@ def test_an_agent_that_is_cut_off_kills_its_rank_and_gets_a_replacement_when_it_
     assert agents.wait_for("met 2", rank=0) == survivor
     assert agents.wait_for("met 2", rank=1) != victim
     agents.end()
+
+
+@pytest.mark.slow
+def test_a_rank_whose_agent_was_refused_by_an_address_of_an_earlier_job_is_not_killed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as stranger:
+        publish_job(tmp_path, JobAddress("127.0.0.2", stranger.getsockname()[1], "a key"))
+        threading.Thread(target=refuse, args=(stranger,), daemon=True).start()
+        agent, rank = tmp_path / "agent.py", tmp_path / "rank.py"
+        agent.write_text(AGENT, encoding="utf-8")
+        rank.write_text("import time; time.sleep(3)", encoding="utf-8")
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "FOLDER": str(tmp_path), "SILENT_S": "0.3"}
+        words = [sys.executable, str(agent), str(rank), "3", "wait"]
+        assert subprocess.run(words, env=os.environ | place, timeout=60, check=False).returncode == 0
+
+
+def refuse(listener: socket.socket) -> None:
+    """Close each connection as soon as it is made."""
+    while True:
+        try:
+            peer, _ = listener.accept()
+        except OSError:
+            return
+        peer.close()
+
+
+def test_an_agent_that_cannot_connect_to_the_coordinator_says_so(tmp_path: Path) -> None:
+    agent, rank = tmp_path / "agent.py", tmp_path / "rank.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    rank.write_text(RANK, encoding="utf-8")
+    (tmp_path / "address").write_text('[1, "a key"]', encoding="utf-8")  # nothing listens at port 1
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "FOLDER": str(tmp_path), "COORDINATOR": "127.0.0.1"}
+    words = [sys.executable, str(agent), str(rank), "3", "stop"]
+    done = subprocess.run(words, env=os.environ | place, timeout=60, capture_output=True, text=True, check=False)
+    assert done.returncode == HANG
+    assert "the agent of rank 1 on " in done.stderr
+    assert "cannot connect to that of rank 0 at 127.0.0.1:1" in done.stderr
 
 
 def test_a_spare_node_ends_soon_after_a_job_that_has_ended_before_it_had_begun(tmp_path: Path) -> None:

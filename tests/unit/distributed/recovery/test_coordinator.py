@@ -181,6 +181,13 @@ def test_all_ranks_at_once_are_one_failure() -> None:
     assert job.kinds().count((0, "replace")) == 3
 
 
+def test_ranks_lost_at_once_are_one_recovery_of_the_hour() -> None:
+    job = Job("a" * (PER_HOUR + 1))
+    for rank in range(PER_HOUR + 1):
+        job.lose(rank)
+    assert not job.coordinator.is_ended
+
+
 def test_too_many_recoveries_within_an_hour_end_the_job() -> None:
     job = Job()
     for number in range(PER_HOUR):
@@ -572,6 +579,19 @@ def test_all_silent_agents_of_a_node_are_lost_at_once_and_never_count_as_a_repet
     job.lose_agent(5)  # it has become rank 2 as agent 4 was, at the same step
     assert not job.coordinator.is_ended
     assert job.ranks() == {0: 0, 1: 1, 2: -1, 3: -1, 4: -1, 5: -1}
+
+
+def test_a_node_of_many_ranks_is_one_failure_and_moves_to_the_spare_node() -> None:
+    job = Job("aa" + 8 * "b" + 8 * "c", num_ranks=10, max_in_row=1)
+    job.now_s += 7
+    for number in (0, 1, *range(10, 18)):
+        job.status(number, idle_s=7)
+    job.tick()
+    assert job.coordinator.dropped == list(range(2, 10))
+    assert not job.coordinator.is_ended
+    assert job.ranks() == {0: 0, 1: 1} | {2 + rank: -1 for rank in range(8)} | {
+        10 + rank: 2 + rank for rank in range(8)
+    }
 
 
 def test_nobody_is_silent_after_a_pause_of_the_coordinator_itself() -> None:

@@ -6,12 +6,13 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
 from txl_dist.distributed.recovery import slot_file
 from txl_dist.distributed.recovery.partner import PartnerAddress, PartnerConnection, PartnerServer, partner_of
-from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, SlotHead, Version, slot_to_replace
+from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, NO_VERSION, SlotFile, SlotHead, Version, slot_to_replace
 
 
 def new_slot() -> SlotFile:
@@ -155,6 +156,43 @@ def test_an_agent_that_is_gone_is_a_connection_error() -> None:
     server.close()
     with pytest.raises(ConnectionError):
         connect(server)
+
+
+def test_a_server_that_has_no_descriptor_left_for_a_moment_accepts_again(
+    server: PartnerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failed = socket.socket.accept, list[int]()
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, object]:
+        peer, address = accept(listener)
+        if not failed:
+            failed.append(errno.EMFILE)
+            peer.close()
+            raise OSError(errno.EMFILE, "no descriptor")
+        return peer, address
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    connect(server).close()  # ends the call of `accept` that had begun before
+    with pytest.raises(OSError), closing(connect(server)) as connection:
+        connection.versions()
+    assert failed
+    with closing(connect(server)) as connection:
+        connection._peer.settimeout(30)
+        assert connection.versions() == []
+
+
+def test_a_slot_with_a_damaged_head_holds_no_version(server: PartnerServer, rank: PartnerConnection) -> None:
+    damaged, whole = fill(new_slot(), 7), fill(new_slot(), 8)
+    os.pwrite(damaged._file, b"\xff" * 8, 24)  # the first of the sizes
+    assert damaged.head == NO_VERSION
+    assert slot_to_replace([whole, damaged], kept=set()) is damaged
+    server.offer([damaged, whole])
+    rank.get(Version(8, 4, 3), new_slot())
+
+
+def test_a_large_slot_has_little_more_memory_than_its_version() -> None:
+    slot = fill(new_slot(), 7, content=bytes(20_000_000))
+    assert os.fstat(slot._file).st_size - slot.head.num_bytes <= 1 << 20
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2], [4, 4, 4], [3, 2], [1, 3, 2], [8] * 5])
