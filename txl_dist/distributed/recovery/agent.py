@@ -216,6 +216,7 @@ class Agent:
             coordinator=[str(self._server.port), self._server.key] if self._server else [],
             variables=place_variables(os.environ),
             partner=[str(self._partner_server.port), self._partner_server.key] if self._partner_server else [],
+            silent_s=self._options.silent_s,
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -511,6 +512,8 @@ class Agent:
 
     def _look_at_spare(self, now_s: float) -> None:
         """Notice a spare that is dead or silent, and a replacement that was forked and has not connected."""
+        if self._deadline_s is not None:
+            return  # the job ends, and needs no spare
         for seat in self._spare.look(now_s):
             self._tell_coordinator({"kind": "unfilled", "seat": seat})
         if self._begin_by_s is not None and now_s > self._begin_by_s:

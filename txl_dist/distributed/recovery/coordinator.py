@@ -357,12 +357,12 @@ class Coordinator:
                 self._replace_elsewhere(f"{where} cannot be replaced, because the spares there have failed", now_s)
 
     def _replace_elsewhere(self, why: str, now_s: float) -> None:
-        """Give the ranks without a process to agents without a rank on other nodes, or do what `on_loss` says.
+        """Give the ranks without a process to agents without a rank, or do what `on_loss` says.
 
-        `why` is a sentence about the rank that was lost last.
+        Nodes whose spares have failed get no rank. `why` is a sentence about the rank that was lost last.
         """
         missing = {number: agent for number, agent in self._ranked.items() if agent.is_unfilled}
-        failed_nodes = {agent.node for agent in missing.values()}
+        failed_nodes = {agent.node for agent in missing.values() if agent.is_connected}
         free = [agent for agent in self._agents.values() if agent.is_free and agent.node not in failed_nodes]
         if len(free) >= len(missing):
             self._move(list(missing.values()), free, now_s)

@@ -43,6 +43,8 @@ class Seat(NamedTuple):
     """[port, key] of the server that keeps copies of other nodes' ranks. Empty with recover.copies=node."""
     is_spare: bool = False
     """Whether the process is a spare, which has no rank yet."""
+    silent_s: float = 0.0
+    """Value of the setting `recover.silent_s`."""
 
     def path_of(self, descriptor: int) -> str:
         """Return the path at which other processes of this node open a file of the agent."""

@@ -67,7 +67,8 @@ MOST_CUTS = 40
 for GPUs. No state is lost with the process.
 """
 PLAN_S = 5.0
-"""Seconds to wait for a plan after an error in a collective. Without a plan the error is this rank's own."""
+"""Seconds to wait for a plan after an error in a collective, in addition to `recover.silent_s`, because the agent of a
+lost rank may be frozen too. Without a plan the error is this rank's own."""
 OWN_S = 0.5
 """Seconds to wait for a plan after any other error: another rank may have been lost at the same time."""
 CONNECT_S = 1
@@ -447,7 +448,7 @@ class Member:
             return self._is_superseded()
         self._cut.cut()  # the others need not wait for this rank
         self.beat("regroup")
-        wait_s = PLAN_S if may_come_from_loss(error) else OWN_S
+        wait_s = self._seat.silent_s + PLAN_S if may_come_from_loss(error) else OWN_S
         with self._condition:
             self._condition.wait_for(lambda: self.must_leave, wait_s)
         return self._is_superseded()
