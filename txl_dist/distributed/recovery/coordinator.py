@@ -99,9 +99,14 @@ class _Agent:
     """Reason for which the coordinator has ordered the process to be killed, or an empty text."""
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the agent has no rank. It may hold copies of earlier generations."""
+        return self.rank < 0 and self.is_connected
+
+    @property
     def is_free(self) -> bool:
         """Whether the agent can get a rank."""
-        return self.rank < 0 and self.is_connected and not self.is_unfilled and not self.is_silent
+        return self.is_idle and not self.is_unfilled and not self.is_silent
 
 
 class Coordinator:
@@ -420,6 +425,7 @@ class Coordinator:
         self._has_met = False
         ranked = self._ranked
         host_of_rank0 = self._host_of_rank0()
+        idle = [(self._host_of(agent), agent.seat) for agent in self._agents.values() if agent.is_idle]
         for number, agent in self._agents.items():
             neighbours = [other.rank for other in ranked.values() if other.node == agent.node]
             is_first = bool(neighbours) and agent.rank == neighbours[0]
@@ -435,19 +441,21 @@ class Coordinator:
                 "local_size": len(neighbours),
                 "host": host_of_rank0,
                 "others": self._idle_seats(agent.node) if is_first else [],
+                "idle": idle,
                 "holder": self._agents[0].seat,
             }
             self.outbox.append((number, plan))
 
     def _host_of_rank0(self) -> str:
-        """Return the network address of the node of rank 0. Empty for the node of the coordinator."""
-        rank0 = next(iter(self._ranked.values()))
-        return "" if rank0.node == self._agents[0].node else rank0.address
+        return self._host_of(next(iter(self._ranked.values())))
+
+    def _host_of(self, agent: _Agent) -> str:
+        """Return the network address of an agent's node. Empty for the node of the coordinator."""
+        return "" if agent.node == self._agents[0].node else agent.address
 
     def _idle_seats(self, node: str) -> list[list[object]]:
         """Return the seats on a node that hold no rank. Their slots may hold state of an earlier generation."""
-        idle = [agent for agent in self._agents.values() if agent.rank < 0 and agent.is_connected]
-        return [agent.seat for agent in idle if agent.node == node]
+        return [agent.seat for agent in self._agents.values() if agent.node == node and agent.is_idle]
 
     def _become_ready(self, number: int, message: Message, now_s: float) -> None:
         """Note that a rank waits for the others. Once all ranks wait, tell them where to meet."""

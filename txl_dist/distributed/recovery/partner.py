@@ -133,7 +133,8 @@ class PartnerServer:
                 elif name == b"get ":
                     self._get(peer, Version(*numbers))
                 elif name == b"list":
-                    versions = [slot.head.version for slot in self._slots() if slot.head.serial]
+                    slots = (*self._slots(), *self._offered)
+                    versions = [slot.head.version for slot in slots if slot.head.serial]
                     peer.sendall(_REPLY.pack(len(versions)) + b"".join(_ENTRY.pack(*one) for one in versions))
                 else:
                     return
@@ -192,7 +193,7 @@ class PartnerConnection:
         _raise(_receive_slot(self._peer, into))
 
     def versions(self) -> list[Version]:
-        """Return the versions that the agent keeps for ranks of other nodes."""
+        """Return the versions of the agent's own rank, and those that it keeps for ranks of other nodes."""
         self._ask(b"list", Version(0, 0, 0))
         (count,) = _REPLY.unpack(_receive(self._peer, _REPLY.size))
         content = _receive(self._peer, count * _ENTRY.size)

@@ -22,7 +22,8 @@ class Partner:
     def __init__(
         self, own_rank: int, partner_rank: int | None, addresses: Sequence[PartnerAddress], *, every: int
     ) -> None:
-        """Connect to the agent of `partner_rank`. `addresses` has the server of every rank's agent.
+        """Connect to the agent of `partner_rank`. `addresses` has the server of every rank's agent, and then those of
+        agents that have no rank any more.
 
         A version is sent every `every` steps. With None no version is sent, and copies can only be fetched. Raises
         LostRankError if the agent is gone.
@@ -59,21 +60,31 @@ class Partner:
                 f"{self._describe(error)}. Free host memory on that node, or set recover.copies to node."
             ) from error
 
-    def versions(self) -> list[Version]:
-        """Return the versions that the agent of this rank keeps for ranks of other nodes. Raises LostRankError."""
-        try:
-            with closing(PartnerConnection(self._addresses[self._own_rank])) as connection:
-                return connection.versions()
-        except OSError as error:
-            raise LostRankError(f"the agent of rank {self._own_rank} is gone: {error}") from error
+    def versions(self, world_size: int) -> dict[int, list[Version]]:
+        """Return the versions that the agent of this rank has, by the agent's number.
+
+        Rank 0 also asks the agents that have no rank any more. Their numbers begin with `world_size`, the number of
+        ranks. Raises LostRankError if the agent of this rank is gone.
+        """
+        found = {}
+        idle = range(world_size, len(self._addresses)) if self._own_rank == 0 else ()
+        for number in (self._own_rank, *idle):
+            try:
+                with closing(PartnerConnection(self._addresses[number])) as connection:
+                    found[number] = connection.versions()
+            except OSError as error:
+                if number == self._own_rank:
+                    raise LostRankError(f"the agent of rank {self._own_rank} is gone: {error}") from error
+        return found
 
     def fetch(self, version: Version, keeper: int, into: SlotFile) -> bool:
-        """Fetch a version from the agent of the rank `keeper` into a slot. Returns whether it has arrived whole."""
+        """Fetch a version from the agent with this number into a slot. Returns whether it has arrived whole."""
         try:
             with closing(PartnerConnection(self._addresses[keeper])) as connection:
                 connection.get(version, into)
         except OSError as error:
-            logger.warning("recovery: the agent of rank %d cannot send version %d: %s", keeper, version.serial, error)
+            host = self._addresses[keeper].host
+            logger.warning("recovery: the agent at %s cannot send version %d: %s", host, version.serial, error)
             return False
         return True
 
@@ -83,11 +94,12 @@ class Partner:
         return f"the agent of rank {self.rank} at {host} keeps no copy of the state of rank {self._own_rank}: {error}"
 
 
-def find_partner(own: PartnerAddress, *, rank: int, every: int) -> Partner:
+def find_partner(own: PartnerAddress, *, rank: int, every: int, idle: Sequence[PartnerAddress] = ()) -> Partner:
     """Connect this rank to its partner, which has no rank if the job has only one node. All ranks call it together.
 
-    `own` is the address of the server in this rank's agent. Raises LostRankError if the partner is gone.
+    `own` is the address of the server in this rank's agent. `idle` are those of agents that have no rank any more, the
+    same on all ranks. Raises LostRankError if the partner is gone.
     """
     places = gather_objects((node_name(), own))
     partner_rank = partner_of(rank, [node for node, _ in places])
-    return Partner(rank, partner_rank, [address for _, address in places], every=every)
+    return Partner(rank, partner_rank, [*(address for _, address in places), *idle], every=every)

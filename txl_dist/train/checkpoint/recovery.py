@@ -124,7 +124,8 @@ class InJobRecovery(Recovery):
         partner = None
         if member.partner_address is not None:
             with member.collecting():
-                partner = find_partner(member.partner_address, rank=ranks.rank, every=partner_every)
+                idle = member.idle_addresses
+                partner = find_partner(member.partner_address, rank=ranks.rank, every=partner_every, idle=idle)
             if partner.rank is None:
                 self._miss_partner()
         self._slots = StateSlots(

@@ -323,19 +323,22 @@ class StateSlots:
         version may be of another number of ranks. All ranks call this method together.
         """
         own = [slot.head.version for slot in (*self._slots, *self._others)]
-        kept = self._partner.versions() if self._partner is not None else []
-        by_rank = gather_objects(own + kept)
-        everywhere = {version for versions in by_rank for version in versions}
+        kept = self._partner.versions(self._world_size) if self._partner is not None else {}
+        by_agent: dict[int, list[Version]] = {}
+        everywhere: set[Version] = set()
+        for own_of_rank, kept_of_rank in gather_objects((own, kept)):
+            by_agent |= kept_of_rank
+            everywhere.update(own_of_rank, *kept_of_rank.values())
         self._next = max(version.serial for version in everywhere) + 1  # a number that exists nowhere
         for serial, world_size in _complete(everywhere):
             slot = None
             if world_size == self._world_size:
-                slot = self._find(Version(serial, world_size, self._rank), by_rank)
+                slot = self._find(Version(serial, world_size, self._rank), by_agent)
             if all(gather_objects(slot is not None and self._has_share(slot))):
                 assert slot is not None
                 self._newest = serial
                 return self._read(slot)
-            slots = self._find_all(serial, world_size, by_rank)
+            slots = self._find_all(serial, world_size, by_agent)
             if all(gather_objects(slots is not None)):
                 assert slots is not None
                 self._newest = serial
@@ -357,9 +360,9 @@ class StateSlots:
         _, _, facts = slot.read()
         return bool(facts["share"] == [*self._share])
 
-    def _find(self, version: Version, by_rank: Sequence[Sequence[Version]]) -> _Slot | None:
+    def _find(self, version: Version, by_agent: dict[int, list[Version]]) -> _Slot | None:
         """Return the slot of this rank with an undamaged version, which other agents may have to send. Otherwise return
-        None. `by_rank` are the versions that the agent of each rank has."""
+        None. `by_agent` are the versions that each agent has, by the agent's number."""
         for slot in self._slots:
             if slot.head.version == version and slot.is_whole():
                 return slot
@@ -367,12 +370,12 @@ class StateSlots:
             return None
         damaged = [slot for slot in self._slots if slot.head.version == version]
         slot = slot_to_replace(damaged or self._slots, kept=set())
-        for keeper, versions in enumerate(by_rank):
+        for keeper, versions in by_agent.items():
             if keeper != self._rank and version in versions and self._partner.fetch(version, keeper, slot):
                 return slot
         return None
 
-    def _find_all(self, serial: int, world_size: int, by_rank: Sequence[Sequence[Version]]) -> list[_Slot] | None:
+    def _find_all(self, serial: int, world_size: int, by_agent: dict[int, list[Version]]) -> list[_Slot] | None:
         """Return slots with the parts of all ranks of a version, in their order, or None if a part is missing.
 
         The slots are opened for reading. All ranks call this method together.
@@ -387,7 +390,7 @@ class StateSlots:
             paths.update({rank: path for node, rank, path in found if node == node_name()})
         slots: list[_Slot] = []
         for rank in range(world_size):
-            whole = _Slot(paths[rank]) if rank in paths else self._fetch(Version(serial, world_size, rank), by_rank)
+            whole = _Slot(paths[rank]) if rank in paths else self._fetch(Version(serial, world_size, rank), by_agent)
             if whole is None:
                 break
             slots.append(whole)
@@ -397,12 +400,12 @@ class StateSlots:
             slot.close()
         return None
 
-    def _fetch(self, version: Version, by_rank: Sequence[Sequence[Version]]) -> _Slot | None:
+    def _fetch(self, version: Version, by_agent: dict[int, list[Version]]) -> _Slot | None:
         """Fetch a version of any rank into memory of this process. Returns None if no agent sends it."""
         if self._partner is None:
             return None
         slot = _Slot(os.memfd_create("txl_fetched", os.MFD_CLOEXEC))
-        for keeper, versions in enumerate(by_rank):
+        for keeper, versions in by_agent.items():
             if version in versions and self._partner.fetch(version, keeper, slot):
                 return slot
         slot.close()

@@ -205,6 +205,12 @@ class Member:
         port, key = self._seat.partner
         return PartnerAddress(_own_host(), int(port), key)
 
+    @property
+    def idle_addresses(self) -> list[PartnerAddress]:
+        """Addresses of such servers in agents that have no rank any more. The list is the same on all ranks."""
+        seats = [(host or self._master_address, seat_of(seat)) for host, seat in self._plan.get("idle", [])]
+        return [PartnerAddress(host, int(seat.partner[0]), seat.partner[1]) for host, seat in seats if seat.partner]
+
     def beat(self, phase: str, *, step: int | None = None) -> None:
         """Record that the main thread has begun a phase of the step."""
         if step is not None:

@@ -283,6 +283,7 @@ def test_after_a_shrink_the_first_agent_of_the_node_reads_the_slots_of_idle_agen
     job.tell(0, "unfilled", seat=["seat 1"])
     plans = {number: message for number, message in job.told() if message["kind"] == "plan"}
     assert plans[0]["others"] == [["seat 1"]]
+    assert plans[0]["idle"] == plans[2]["idle"] == [("", ["seat 1"]), ("address of b", ["seat 3"])]
     assert (plans[0]["rank"], plans[0]["world_size"], plans[0]["local_rank"], plans[0]["local_size"]) == (0, 2, 0, 2)
     assert (plans[2]["rank"], plans[2]["world_size"], plans[2]["local_rank"], plans[2]["local_size"]) == (1, 2, 1, 2)
     assert plans[2]["others"] == []

@@ -37,6 +37,7 @@ class Nodes:
             monkeypatch.setattr(module, "node_name", self.name)
         self.count, self._folder, self._every = count, folder, every
         self.servers: list[PartnerServer] = []
+        self.idle: list[PartnerServer] = []
         self.slots: list[StateSlots] = []
         self._values: list[Any] = [None] * count
         self._barrier = threading.Barrier(count, timeout=20)
@@ -65,7 +66,8 @@ class Nodes:
     def _open(self, rank: int) -> StateSlots:
         server = self.servers[rank]
         own = PartnerAddress("127.0.0.1", server.port, server.key)
-        partner = find_partner(own, rank=rank, every=self._every)
+        idle = [PartnerAddress("127.0.0.1", server.port, server.key) for server in self.idle]
+        partner = find_partner(own, rank=rank, every=self._every, idle=idle)
         paths = [str(path) for path in self.paths(rank)]
         return StateSlots(paths, share=Share(0, 1), rank=rank, world_size=self.count, partner=partner)
 
@@ -80,8 +82,9 @@ class Nodes:
             path.unlink()
         self.servers[rank] = self._boot(rank)
 
-    def shrink(self, count: int) -> None:
-        """Continue with the first nodes. The others are lost with their memory."""
+    def shrink(self, count: int, *, num_idle: int = 0) -> None:
+        """Continue with the first nodes. The last nodes are idle, and the others are lost with their memory."""
+        self.idle = self.servers[self.count - num_idle : self.count]
         for slots in self.slots[count:]:
             slots.close()
         del self.slots[count:]
@@ -165,6 +168,23 @@ def test_a_job_that_shrinks_to_one_node_has_the_copies_that_its_agent_keeps_for_
     (stored,) = nodes.newest()
     assert stored is not None
     assert stored.step == 3
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_agent_that_has_no_rank_any_more_sends_its_own_copies_and_those_of_a_lost_node(
+    every: int, make: Callable[..., Nodes]
+) -> None:
+    nodes = make(4, every=every)
+    for step in (1, 2, 3):
+        nodes.step(step)
+    nodes.shrink(2, num_idle=1)  # node 2 is lost, and node 3 is idle
+    for rank, stored in enumerate(nodes.newest()):
+        assert stored is not None
+        assert stored.step == 3
+        expected = torch.arange(4.0 * LENGTH) + 3
+        assert torch.equal(stored.source.read("weight", "w", start=0, length=4 * LENGTH), expected)
+        first = 30 + 2 * rank
+        assert [memory.hidden[0][0, 0, 0].item() for memory in stored.memories] == [first, first, first + 1, first + 1]
 
 
 def test_at_stage_0_a_rank_that_moves_to_another_node_has_all_weights(
@@ -281,6 +301,7 @@ def test_a_job_on_one_node_is_refused_at_its_start_but_goes_on_after_a_loss(
         generation=generation,
         collecting=nullcontext,
         slots=[str(path) for path in paths],
+        idle_addresses=[],
         partner_address=PartnerAddress("127.0.0.1", 1, ""),
         others=[],
     )
