@@ -369,6 +369,8 @@ class Coordinator:
         missing = {number: agent for number, agent in self._ranked.items() if agent.is_unfilled}
         failed_nodes = {agent.node for agent in missing.values() if agent.is_connected}
         free = [agent for agent in self._agents.values() if agent.is_free and agent.node not in failed_nodes]
+        lost_nodes = {agent.node for agent in missing.values()}  # more of their agents may be lost
+        free.sort(key=lambda agent: agent.node in lost_nodes)
         if len(free) >= len(missing):
             self._move(list(missing.values()), free, now_s)
         elif self._on_loss == "shrink" and (size := self._smaller_size()):
@@ -425,7 +427,8 @@ class Coordinator:
         self._has_met = False
         ranked = self._ranked
         host_of_rank0 = self._host_of_rank0()
-        idle = [(self._host_of(agent), agent.seat) for agent in self._agents.values() if agent.is_idle]
+        agents = self._agents.values()
+        idle = [(self._host_of(agent), agent.seat) for agent in agents if agent.is_idle and not agent.is_silent]
         for number, agent in self._agents.items():
             neighbours = [other.rank for other in ranked.values() if other.node == agent.node]
             is_first = bool(neighbours) and agent.rank == neighbours[0]

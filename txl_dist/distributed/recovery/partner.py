@@ -27,7 +27,7 @@ from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Versio
 NUM_PARTNER_SLOTS = 2
 """Number of versions that an agent keeps for a rank of another node."""
 CONNECT_S = 10.0
-"""Seconds in which a connection to an agent must succeed."""
+"""Seconds in which a connection to an agent must succeed, and in which it must list its versions."""
 _KEY_LEN = 16
 _REQUEST = struct.Struct(f"{_KEY_LEN}s4sqqqq")
 """Request: key of the server, name, version, serial number to keep."""
@@ -193,10 +193,15 @@ class PartnerConnection:
         _raise(_receive_slot(self._peer, into))
 
     def versions(self) -> list[Version]:
-        """Return the versions of the agent's own rank, and those that it keeps for ranks of other nodes."""
+        """Return the versions of the agent's own rank, and those that it keeps for ranks of other nodes.
+
+        An agent that is frozen does not answer within `CONNECT_S`, which is an error too.
+        """
+        self._peer.settimeout(CONNECT_S)
         self._ask(b"list", Version(0, 0, 0))
         (count,) = _REPLY.unpack(_receive(self._peer, _REPLY.size))
         content = _receive(self._peer, count * _ENTRY.size)
+        self._peer.settimeout(None)
         return [Version(*entry) for entry in _ENTRY.iter_unpack(content)]
 
     def _ask(self, name: bytes, version: Version, *, kept: int = 0) -> None:

@@ -582,13 +582,16 @@ def test_all_silent_agents_of_a_node_are_lost_at_once_and_never_count_as_a_repet
     assert job.ranks() == {0: 0, 1: 1, 2: -1, 3: -1, 4: -1, 5: -1}
 
 
-def test_an_idle_agent_beside_a_lost_one_takes_its_rank() -> None:
+@pytest.mark.parametrize(("joins", "taker"), [(False, 3), (True, 4)])
+def test_an_idle_agent_takes_the_rank_of_a_lost_one_rather_on_another_node(joins: bool, taker: int) -> None:
     job = Job("aaaa", on_loss="shrink", max_ranks=4)
     job.lose_agent(2)
     assert job.ranks() == {0: 0, 1: 1, 2: -1, 3: -1}
     job.recover(0, 1)
+    if joins:
+        job.greet(4, "b")
     job.lose_agent(1)
-    assert job.ranks() == {0: 0, 1: -1, 2: -1, 3: 1}
+    assert job.ranks()[taker] == 1
 
 
 def test_a_node_of_many_ranks_is_one_failure_and_moves_to_the_spare_node() -> None:

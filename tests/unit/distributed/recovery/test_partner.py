@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from txl_dist.distributed.recovery import slot_file
+from txl_dist.distributed.recovery import partner, slot_file
 from txl_dist.distributed.recovery.partner import PartnerAddress, PartnerConnection, PartnerServer, partner_of
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, NO_VERSION, SlotFile, SlotHead, Version, slot_to_replace
 
@@ -193,6 +193,14 @@ def test_a_slot_with_a_damaged_head_holds_no_version(server: PartnerServer, rank
 def test_a_large_slot_has_little_more_memory_than_its_version() -> None:
     slot = fill(new_slot(), 7, content=bytes(20_000_000))
     assert os.fstat(slot._file).st_size - slot.head.num_bytes <= 1 << 20
+
+
+def test_an_agent_that_is_frozen_is_an_error_when_its_versions_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partner, "CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        address = PartnerAddress("127.0.0.1", frozen.getsockname()[1], "a key")
+        with closing(PartnerConnection(address)) as connection, pytest.raises(TimeoutError):
+            connection.versions()
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2], [4, 4, 4], [3, 2], [1, 3, 2], [8] * 5])
