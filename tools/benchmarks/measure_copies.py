@@ -208,6 +208,8 @@ def main() -> None:
     parser.add_argument("--copy-every", type=positive, default=1, metavar="N", help="steps between two copies")
     parser.add_argument("--most", type=float, default=0.0, metavar="P", help="largest cost on the node, in %%")
     arguments = parser.parse_args()
+    if arguments.most and "node" not in arguments.ways:
+        parser.error("--most is the largest cost on the node: add node to --ways")
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

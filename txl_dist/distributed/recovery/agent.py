@@ -297,10 +297,13 @@ class Agent:
                 self._connect(message)
             except OSError as error:
                 address = f"{message['host']}:{message['port']}"
-                self._end_job(
+                reason = (
                     f"the agent of rank {self._number} on {socket.gethostname()} cannot connect to that of rank 0 at "
                     f"{address}: {error}. Allow TCP connections between all nodes, or set recover.spares to 0"
                 )
+                with suppress(OSError):  # the terminal is gone
+                    echo(f"txl: recovery: the job ends: {reason}", to=sys.stderr, flush=True)
+                self._end({"kind": "end", "code": HANG, "reason": reason})
         elif kind == "leaving":
             self._is_leaving = True
         elif kind == "lock":
@@ -324,6 +327,7 @@ class Agent:
         end_when_unreachable(peer, after_s=UNREACHABLE * self._options.silent_s)
         coordinator = Connection(peer)
         hello = {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id()}
+        hello["partner"] = self._seat.partner
         place = {"host": socket.gethostname(), "node": node_name()}
         coordinator.send({"key": message["key"], "agent": self._number, **hello, **place})
         is_remote = peer.getpeername()[0] != peer.getsockname()[0]
@@ -473,14 +477,10 @@ class Agent:
         self._coordinator = None
         reason = "the connection to the agent of rank 0 was lost"
         if (self._number == 1 or self._is_first_of_node) and not self._is_leaving and self._deadline_s is None:
-            self._end_job(f"{reason}. The same command continues from the last checkpoint")
-        else:
-            self._end({"kind": "end", "code": HANG, "reason": reason})
-
-    def _end_job(self, reason: str) -> None:
-        """Print why the job ends, and ask the rank to end."""
-        with suppress(OSError):  # the terminal is gone
-            echo(f"txl: recovery: the job ends: {reason}", to=sys.stderr, flush=True)
+            how = "If the job has ended too, the same command continues from the last checkpoint"
+            with suppress(OSError):  # the terminal is gone
+                where = socket.gethostname()
+                echo(f"txl: recovery: the agents on {where} end: {reason}. {how}", to=sys.stderr, flush=True)
         self._end({"kind": "end", "code": HANG, "reason": reason})
 
     def _end(self, message: Message) -> None:
@@ -512,10 +512,9 @@ class Agent:
 
     def _look_at_spare(self, now_s: float) -> None:
         """Notice a spare that is dead or silent, and a replacement that was forked and has not connected."""
-        if self._deadline_s is not None:
-            return  # the job ends, and needs no spare
-        for seat in self._spare.look(now_s):
-            self._tell_coordinator({"kind": "unfilled", "seat": seat})
+        if self._deadline_s is None:  # else the job ends, and needs no spare
+            for seat in self._spare.look(now_s):
+                self._tell_coordinator({"kind": "unfilled", "seat": seat})
         if self._begin_by_s is not None and now_s > self._begin_by_s:
             self._begin_by_s = None
             self._cause = f"the replacement did not begin within {BEGIN_S:g} s"

@@ -10,7 +10,7 @@ generation, and a newer generation supersedes an unfinished one. Ranks only conn
 said that it is ready, so no rank waits for a process that does not exist.
 
 A lost rank gets a process of the spare on its node. If that fails, or if its agent is lost too, an agent without a rank
-on another node takes the rank. If there is none, `recover.on_loss` decides:
+takes the rank, rather one on another node. If there is none, `recover.on_loss` decides:
 
     stop      the job ends
     wait      the generation stays open until the spare works again, or an agent connects in place of the lost one.
@@ -69,6 +69,8 @@ class _Agent:
     """Network address of the agent's node, as the coordinator sees it."""
     seat: list[object] = field(default_factory=list)
     pid: int = 0
+    partner: list[object] = field(default_factory=list)
+    """[port, key] of the agent's server of copies. Empty with recover.copies=node."""
     process: object = None
     """Identity of the agent's process, as JSON values."""
     rank: int = -1
@@ -274,6 +276,7 @@ class Coordinator:
             raise ValueError(f"agent {number} is already connected")
         agent = _Agent(message["host"], message["node"], message["address"], message["seat"], message["pid"])
         agent.process = message["process"]
+        agent.partner = message["partner"]
         agent.heard_s = now_s
         self._agents[number] = agent
         if not self._is_complete and number < self._world_size:
@@ -333,11 +336,12 @@ class Coordinator:
             self._recent.append(now_s)
         while self._recent and self._recent[0] < now_s - _HOUR_S:
             self._recent.popleft()
+        num_attempts = 1 + sum(other.rank == loss.rank for other in self._planned)  # its replacements were lost too
         reason = why_not_again(
             loss,
             self._losses,
             num_in_row=len(self._planned) + 1,
-            num_failed=self._num_failed,
+            num_failed=max(self._num_failed, num_attempts),
             max_in_row=self._max_in_row,
             world_size=self._world_size,
             num_recent=len(self._recent),
@@ -427,8 +431,11 @@ class Coordinator:
         self._has_met = False
         ranked = self._ranked
         host_of_rank0 = self._host_of_rank0()
-        agents = self._agents.values()
-        idle = [(self._host_of(agent), agent.seat) for agent in agents if agent.is_idle and not agent.is_silent]
+        idle = [
+            (self._host_of(agent), *agent.partner)
+            for agent in self._agents.values()
+            if agent.is_idle and agent.partner and now_s - agent.heard_s <= self._silent_s / 2
+        ]
         for number, agent in self._agents.items():
             neighbours = [other.rank for other in ranked.values() if other.node == agent.node]
             is_first = bool(neighbours) and agent.rank == neighbours[0]

@@ -1,7 +1,8 @@
 """Copies of states on other nodes: a server in each agent keeps them, and ranks store and fetch them.
 
     rank --put--> agent on the next node     the version that the rank has just stored. Acknowledged when it is whole
-    rank --list--> its own agent             the versions that this agent keeps for ranks of other nodes
+    rank --list--> its own agent             the versions of this agent's rank, and those that it keeps for other ranks
+    rank 0 --list--> agents without a rank   the same
     rank --get--> agent that keeps it        a version that the rank has lost with its node, or that is damaged
 
 The server keeps two slots per rank, so the last version stays valid until the next one is whole. The sockets block. A
@@ -187,7 +188,11 @@ class PartnerConnection:
         self._check_reply()
 
     def get(self, version: Version, into: SlotFile) -> None:
-        """Fetch a version into a slot. The version in the slot is lost."""
+        """Fetch a version into a slot. The version in the slot is lost.
+
+        Raises TimeoutError if the agent sends nothing for `CONNECT_S`.
+        """
+        self._peer.settimeout(CONNECT_S)
         self._ask(b"get ", version)
         self._check_reply()
         _raise(_receive_slot(self._peer, into))

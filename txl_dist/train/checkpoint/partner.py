@@ -23,7 +23,7 @@ class Partner:
         self, own_rank: int, partner_rank: int | None, addresses: Sequence[PartnerAddress], *, every: int
     ) -> None:
         """Connect to the agent of `partner_rank`. `addresses` has the server of every rank's agent, and then those of
-        agents that have no rank any more.
+        agents that have no rank.
 
         A version is sent every `every` steps. With None no version is sent, and copies can only be fetched. Raises
         LostRankError if the agent is gone.
@@ -63,7 +63,7 @@ class Partner:
     def versions(self, world_size: int) -> dict[int, list[Version]]:
         """Return the versions that the agent of this rank has, by the agent's number.
 
-        Rank 0 also asks the agents that have no rank any more. Their numbers begin with `world_size`, the number of
+        Rank 0 also asks the agents that have no rank. Their numbers begin with `world_size`, the number of
         ranks. Raises LostRankError if the agent of this rank is gone.
         """
         found = {}
@@ -97,7 +97,7 @@ class Partner:
 def find_partner(own: PartnerAddress, *, rank: int, every: int, idle: Sequence[PartnerAddress] = ()) -> Partner:
     """Connect this rank to its partner, which has no rank if the job has only one node. All ranks call it together.
 
-    `own` is the address of the server in this rank's agent. `idle` are those of agents that have no rank any more, the
+    `own` is the address of the server in this rank's agent. `idle` are those of agents that have no rank, the
     same on all ranks. Raises LostRankError if the partner is gone.
     """
     places = gather_objects((node_name(), own))

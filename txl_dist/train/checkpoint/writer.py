@@ -27,7 +27,7 @@ import txl_dist
 from txl_dist.artifacts import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
 from txl_dist.config.registry import loaded_plugins
 from txl_dist.console.formatting import format_bytes
-from txl_dist.console.logging import logger
+from txl_dist.console.logging import warn_for_all
 from txl_dist.distributed.collectives import (
     all_reduce_and,
     all_reduce_sum,
@@ -203,7 +203,7 @@ class AsyncWriter:
         """End a save in progress without committing it. The next start removes its temporary folder."""
         self._is_abandoned = True
         if self.in_flight:
-            logger.warning("the checkpoint of step %d is dropped, because a rank was lost or failed", self._step)
+            warn_for_all("the checkpoint of step %d is dropped, because a rank was lost or failed", self._step)
         if self._thread is not None:
             self._thread.join()
 

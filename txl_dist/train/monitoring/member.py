@@ -207,9 +207,9 @@ class Member:
 
     @property
     def idle_addresses(self) -> list[PartnerAddress]:
-        """Addresses of such servers in agents that have no rank any more. The list is the same on all ranks."""
-        seats = [(host or self._master_address, seat_of(seat)) for host, seat in self._plan.get("idle", [])]
-        return [PartnerAddress(host, int(seat.partner[0]), seat.partner[1]) for host, seat in seats if seat.partner]
+        """Addresses of such servers in agents that have no rank. The list is the same on all ranks."""
+        idle = self._plan.get("idle", [])
+        return [PartnerAddress(host or self._master_address, int(port), key) for host, port, key in idle]
 
     def beat(self, phase: str, *, step: int | None = None) -> None:
         """Record that the main thread has begun a phase of the step."""
@@ -454,7 +454,8 @@ class Member:
             return self._is_superseded()
         self._cut.cut()  # the others need not wait for this rank
         self.beat("regroup")
-        wait_s = self._seat.silent_s + PLAN_S if may_come_from_loss(error) else OWN_S
+        silent_s = min(self._seat.silent_s, self._page.read().limit_s / 2)  # else this rank counts as hung first
+        wait_s = silent_s + PLAN_S if may_come_from_loss(error) else OWN_S
         with self._condition:
             self._condition.wait_for(lambda: self.must_leave, wait_s)
         return self._is_superseded()

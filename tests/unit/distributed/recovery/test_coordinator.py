@@ -38,7 +38,15 @@ class Job:
 
     def greet(self, number: int, node: str) -> None:
         place = {"host": node, "node": node, "address": f"address of {node}"}
-        self.tell(number, "hello", **place, seat=[f"seat {number}"], pid=10 + number, process=[number])
+        self.tell(
+            number,
+            "hello",
+            **place,
+            seat=[f"seat {number}"],
+            pid=10 + number,
+            process=[number],
+            partner=[number, "key"],
+        )
 
     def tell(self, rank: int, kind: str, **values: Any) -> None:
         self.coordinator.receive(rank, {"kind": kind, **values}, self.now_s)
@@ -173,6 +181,15 @@ def test_too_many_losses_without_a_step_end_the_job() -> None:
     assert "recover.max_in_row=2" in job.coordinator.lines[-1]
 
 
+def test_replacements_that_die_before_they_are_ready_are_losses_in_a_row() -> None:
+    job = Job(max_in_row=2)
+    for _ in range(2):
+        job.lose(1, step=0, phase="begin")
+        assert not job.coordinator.is_ended
+    job.lose(1, step=0, phase="begin")
+    assert "recover.max_in_row=2" in job.coordinator.lines[-1]
+
+
 def test_all_ranks_at_once_are_one_failure() -> None:
     job = Job(max_in_row=1)
     for rank in range(3):
@@ -283,7 +300,7 @@ def test_after_a_shrink_the_first_agent_of_the_node_reads_the_slots_of_idle_agen
     job.tell(0, "unfilled", seat=["seat 1"])
     plans = {number: message for number, message in job.told() if message["kind"] == "plan"}
     assert plans[0]["others"] == [["seat 1"]]
-    assert plans[0]["idle"] == plans[2]["idle"] == [("", ["seat 1"]), ("address of b", ["seat 3"])]
+    assert plans[0]["idle"] == plans[2]["idle"] == [("", 1, "key"), ("address of b", 3, "key")]
     assert (plans[0]["rank"], plans[0]["world_size"], plans[0]["local_rank"], plans[0]["local_size"]) == (0, 2, 0, 2)
     assert (plans[2]["rank"], plans[2]["world_size"], plans[2]["local_rank"], plans[2]["local_size"]) == (1, 2, 1, 2)
     assert plans[2]["others"] == []
@@ -644,7 +661,16 @@ def test_idle_agents_end_with_the_code_of_the_job() -> None:
 
 def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
     coordinator = Coordinator(2, silent_s=6, max_in_row=3)
-    hello = {"kind": "hello", "host": "a", "node": "a", "address": "", "seat": [], "pid": 1, "process": []}
+    hello = {
+        "kind": "hello",
+        "host": "a",
+        "node": "a",
+        "address": "",
+        "seat": [],
+        "pid": 1,
+        "process": [],
+        "partner": [],
+    }
     coordinator.receive(0, hello, 0.0)
     coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)
     assert coordinator.is_ended
