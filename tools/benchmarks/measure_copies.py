@@ -183,7 +183,7 @@ def measure(bench: Bench, ranks: RankInfo, arguments: argparse.Namespace) -> int
         times = [1000 * second for block in measured for second in block]
         step = f"{min(times):.1f} | {statistics.median(times):.1f}"
         print(f"| {way} | {step} | {shares[way]:+.1f} % | {low:+.1f} to {high:+.1f} % |")
-    if arguments.most and shares.get("node", 0.0) > arguments.most:
+    if arguments.most and shares["node"] > arguments.most:
         cost = f"{shares['node']:.1f} % of a step"
         print(f"copies on the node cost {cost}, more than {arguments.most:g} %", file=sys.stderr)
         return 1

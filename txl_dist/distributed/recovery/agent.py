@@ -301,8 +301,7 @@ class Agent:
                     f"the agent of rank {self._number} on {socket.gethostname()} cannot connect to that of rank 0 at "
                     f"{address}: {error}. Allow TCP connections between all nodes, or set recover.spares to 0"
                 )
-                with suppress(OSError):  # the terminal is gone
-                    echo(f"txl: recovery: the job ends: {reason}", to=sys.stderr, flush=True)
+                _say(f"the job ends: {reason}")
                 self._end({"kind": "end", "code": HANG, "reason": reason})
         elif kind == "leaving":
             self._is_leaving = True
@@ -438,7 +437,7 @@ class Agent:
             how, code = f"found no running job in {self._options.run_dir}", HANG
             if self._store.has_ended:  # the ranks have said why, and have the exit code
                 how, code = "ends, because the job has ended before it had begun", 0
-            echo(f"txl: recovery: this spare node {how}", to=sys.stderr, flush=True)
+            _say(f"this spare node {how}")
             self._end({"kind": "end", "code": code})
         elif now_s > self._next_join_s:
             self._next_join_s = now_s + JOIN_EVERY_S
@@ -456,7 +455,7 @@ class Agent:
         try:
             publish_job(Path(self._options.run_dir), self._job)
         except OSError as error:
-            echo(f"txl: recovery: no agent can join this job later: {error}", to=sys.stderr, flush=True)
+            _say(f"no agent can join this job later: {error}")
 
     def _end_rank(self) -> None:
         """Kill the process of the rank, because the job continues without this rank. Its slots stay."""
@@ -478,9 +477,7 @@ class Agent:
         reason = "the connection to the agent of rank 0 was lost"
         if (self._number == 1 or self._is_first_of_node) and not self._is_leaving and self._deadline_s is None:
             how = "If the job has ended too, the same command continues from the last checkpoint"
-            with suppress(OSError):  # the terminal is gone
-                where = socket.gethostname()
-                echo(f"txl: recovery: the agents on {where} end: {reason}. {how}", to=sys.stderr, flush=True)
+            _say(f"the agents on {socket.gethostname()} end: {reason}. {how}")
         self._end({"kind": "end", "code": HANG, "reason": reason})
 
     def _end(self, message: Message) -> None:
@@ -570,6 +567,12 @@ class Agent:
         self._page.clear()
         self._tell_coordinator(died)
         return None
+
+
+def _say(text: str) -> None:
+    """Print a line about recovery to standard error, if the terminal is still there."""
+    with suppress(OSError):
+        echo(f"txl: recovery: {text}", to=sys.stderr, flush=True)
 
 
 def _listen_at(address: str) -> socket.socket:
