@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ _MOST_DIGITS = 4000
 _KEPT_DEPTH = 1
 """Number of levels that are read from a record that is nested too deeply."""
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]')
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -128,6 +130,26 @@ def write_bytes(path: Path, data: bytes) -> None:
     with open_new(path) as stream:
         stream.write(data)
         fsync(stream)
+
+
+def create_file(path: Path, data: bytes) -> None:
+    """Create a file that appears with its whole content, also for processes that try the same at that moment.
+
+    Raises FileExistsError if the file exists. On a file system without hard links the file appears empty and is then
+    written.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        write_bytes(temporary, data)
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        with path.open("xb") as stream:
+            stream.write(data)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def write_output(path: Path, data: bytes) -> None:

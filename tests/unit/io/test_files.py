@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import shutil
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -22,6 +24,7 @@ from txl_dist.io import files
 from txl_dist.io.files import (
     atomic_replace,
     canonical_hash,
+    create_file,
     hashed_json,
     parse_json,
     parse_toml,
@@ -106,6 +109,36 @@ def test_what_a_crash_left_under_a_temporary_name_blocks_no_write(tmp_path: Path
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_is_created_only_once_and_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    create_file(tmp_path / "file", b"first")
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "file", b"second")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"first"}
+
+
+def test_a_file_that_is_created_is_never_seen_without_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    flush = files.fsync
+
+    def look(stream: IO[bytes]) -> None:
+        seen.append((tmp_path / "file").exists())
+        flush(stream)
+
+    monkeypatch.setattr(files, "fsync", look)
+    create_file(tmp_path / "file", b"content")
+    assert seen == [False]
+
+
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: object) -> None:
         raise OSError("full")
@@ -121,7 +154,7 @@ def test_the_package_writes_files_by_one_way_only() -> None:
     """Every call that could write through a link stands here, with its reason."""
     known = {
         "console/echo.py": ["open"],  # os.devnull
-        "io/files.py": ["open"],  # `write_output`: the file that a user named
+        "io/files.py": ["open", "open"],  # `write_output`: the file that a user named; `create_file`: mode x
         "planning/doctor/disk.py": ["open", "open", "write_bytes", "write_bytes"],  # in a folder of tempfile's
         "evaluation/options.py": ["open"],  # --json FILE: is it writable?
         "evaluation/log_probs.py": ["savez"],  # into memory
@@ -130,7 +163,6 @@ def test_the_package_writes_files_by_one_way_only() -> None:
         "launcher/sweep.py": ["open"],  # what a run says, in a file that is made anew
         "model/kernels/attention_launch.py": ["write_text"],  # in a folder of tempfile's
         "distributed/processes.py": ["write_text"],  # the name of this process in /proc
-        "data/storage/bucket.py": ["open"],  # only if the file is new (mode x)
         "data/storage/remote.py": ["open"],  # into the part file that cache.py has made anew
     }
     found: dict[str, list[str]] = {}

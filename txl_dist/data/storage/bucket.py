@@ -1,8 +1,8 @@
 """Folder of an object store through fsspec: list, read, write, create, remove, upload and download its objects.
 
-An object appears at once when it is complete. Listings are never cached. A failure of a library or a network becomes an
-UnreachableError, which says which host could not do what to which object, after the given number of retries. The
-methods can be called from several threads.
+An object appears at once when it is complete, except that `write` and `upload` to a `file://` folder show it earlier.
+Listings are never cached. A failure of a library or a network becomes an UnreachableError, which says which host could
+not do what to which object, after the given number of retries. The methods can be called from several threads.
 
 Limitations: exclusive creation is exact on S3, Google Cloud Storage, Azure and local disks. Other file systems check
 first and then write.
@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying, s3_code
 from txl_dist.errors import DataError, UnreachableError, without_secrets
+from txl_dist.io.files import create_file
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -111,8 +112,7 @@ class Bucket:
             try:
                 if self._url.startswith("file://"):  # where fsspec checks first and then writes
                     Path(path).parent.mkdir(parents=True, exist_ok=True)
-                    with Path(path).open("xb") as stream:
-                        stream.write(content)
+                    create_file(Path(path), content)
                 else:
                     self._file_system.pipe_file(path, content, mode="create")
             except OSError as error:
