@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -182,9 +183,8 @@ def _text_of(ranges: Ranges) -> str:
 
     Gaps and lengths have fewer digits than the ends of ranges, and JSON keeps a text on one line.
     """
-    bounds = np.array(ranges, np.int64).reshape(-1)
-    steps = np.diff(bounds, prepend=0).tolist()
-    return " ".join(str(step) for step in steps)
+    bounds = [0, *chain.from_iterable(ranges)]
+    return " ".join(str(end - start) for start, end in pairwise(bounds))
 
 
 def _ranges_of(text: str) -> Ranges:

@@ -104,7 +104,7 @@ class SlotFile:
     @property
     def head(self) -> SlotHead:
         """Head of the version in this slot. `NO_VERSION` if the slot is empty or its head is damaged."""
-        content = os.pread(self._file, HEAD_BYTES, 0)
+        content = self._map[:HEAD_BYTES] if self._map is not None else os.pread(self._file, HEAD_BYTES, 0)
         if len(content) < HEAD_BYTES:
             return NO_VERSION
         with suppress(ValueError):
@@ -167,7 +167,5 @@ def slot_to_replace(slots: Sequence[S], *, kept: set[int]) -> S:
     A version that two slots hold needs only one of them.
     """
     serials = [slot.head.serial for slot in slots]
-    replaceable = [
-        slot for slot, serial in zip(slots, serials, strict=True) if serial not in kept or serials.count(serial) > 1
-    ]
-    return min(replaceable, key=lambda slot: slot.head.serial)
+    replaceable = [number for number, serial in enumerate(serials) if serial not in kept or serials.count(serial) > 1]
+    return slots[min(replaceable, key=serials.__getitem__)]

@@ -109,6 +109,8 @@ class _Layout(NamedTuple):
     """Places of all values in a slot."""
 
     spans: list[_Span]
+    parameters: list[list[str]]
+    """Names of the parameters in each partition."""
     pieces: list[_Piece]
     memories: list[_MemoryTensor]
     num_bytes: int
@@ -156,7 +158,8 @@ class _Slot(SlotFile):
         `mark` comes from the slot's `SlotCopy`. Raises OSError if there is not enough memory.
         """
         if layout != self._layout:
-            self._table = json.dumps({"pieces": layout.pieces, "memories": layout.memories}).encode()
+            table = {"parameters": layout.parameters, "pieces": layout.pieces, "memories": layout.memories}
+            self._table = json.dumps(table).encode()
         tail = self._table + facts
         tail_at = HEAD_BYTES + layout.num_bytes
         num_bytes = tail_at + len(tail)
@@ -271,7 +274,7 @@ class StateSlots:
             "stream": state.stream.to_dict(),
             "loss_scale": engine.loss_scale(),
             "interval": sums,
-            "counts": {piece.parameter: partition.step for partition in partitions for piece in partition.pieces},
+            "updates": [partition.step for partition in partitions],
             "share": self._share,
         }
         self._writing = self._thread.submit(self._write, self._next, self._layout, values, facts, self._copy.mark())
@@ -421,7 +424,7 @@ class StateSlots:
         for values, table, facts in contents:
             tensors = [_MemoryTensor(*tensor) for tensor in table["memories"]]
             memories += _read_memories(values, tensors, device=self._copy.device)
-            counts |= facts["counts"]
+            counts |= _counts_of(table, facts)
         begin = self._rank * len(memories) // self._world_size
         end = (self._rank + 1) * len(memories) // self._world_size
         parts = []
@@ -447,7 +450,7 @@ class StateSlots:
         tensors = [_MemoryTensor(*tensor) for tensor in table["memories"]]
         memories = _read_memories(values, tensors, device=self._copy.device)
         stream = StreamState.from_dict(facts["stream"])
-        return StoredState(facts["step"], stream, facts, SlotSource(parts, facts["counts"]), memories)
+        return StoredState(facts["step"], stream, facts, SlotSource(parts, _counts_of(table, facts)), memories)
 
     def _write(self, serial: int, layout: _Layout, values: list[Tensor], facts: dict[str, Any], mark: Any) -> None:
         """Write a version, and send it to the partner if it is due, in the thread. An error is raised by `wait`."""
@@ -524,6 +527,7 @@ def _complete(versions: Iterable[Version]) -> list[tuple[int, int]]:
 def _lay_out(partitions: Sequence[PartitionState], memories: Sequence[Memory], share: Share) -> _Layout:
     """Return the layout of a version: each partition's tensors, then the memories."""
     spans: list[_Span] = []
+    parameters = [[piece.parameter for piece in partition.pieces] for partition in partitions]
     pieces: list[_Piece] = []
     tensors: list[_MemoryTensor] = []
     offset = 0
@@ -543,7 +547,15 @@ def _lay_out(partitions: Sequence[PartitionState], memories: Sequence[Memory], s
             name = str(tensor.dtype).removeprefix("torch.")
             tensors.append(_MemoryTensor(index, list(tensor.shape), name, offset))
             offset = _aligned(offset + tensor.numel() * tensor.element_size())
-    return _Layout(spans, pieces, tensors, offset)
+    return _Layout(spans, parameters, pieces, tensors, offset)
+
+
+def _counts_of(table: dict[str, Any], facts: dict[str, Any]) -> dict[str, float]:
+    """Return the number of updates that the optimizer has counted for each parameter of a slot."""
+    counts: dict[str, float] = {}
+    for parameters, num_updates in zip(table["parameters"], facts["updates"], strict=True):
+        counts |= dict.fromkeys(parameters, num_updates)
+    return counts
 
 
 def _tensors(memories: Sequence[Memory]) -> list[Tensor]:

@@ -122,8 +122,7 @@ def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
     link.
     """
     for parameter in group:
-        link = parameter._hp_mapping
-        if link is not None:
+        if (link := parameter._hp_mapping) is not None:
             there = link.lp_fragment_address
             here = link.hp_fragment_address
             yield from _pieces(slots[id(parameter)], there.start, here.numel, offset=here.start)
@@ -221,7 +220,8 @@ def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
 
 def _flattened(tensor: Tensor) -> Tensor:
     """Return a flat view of the values, without gradients."""
-    return tensor.detach().view(-1)
+    values = tensor.detach()
+    return values if values.dim() == 1 else values.view(-1)
 
 
 class Source(Protocol):
