@@ -94,7 +94,8 @@ def train(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         from txl_dist.planning.dry_run import dry_run
 
-        echo("\n".join(dry_run(arguments.settings, world_size=arguments.ranks, shows_all=arguments.all)))
+        ranks, resume = arguments.ranks, arguments.resume
+        echo("\n".join(dry_run(arguments.settings, world_size=ranks, resume=resume, shows_all=arguments.all)))
         return 0
     if arguments.max_time:
         max_time_s = parse_duration(arguments.max_time)

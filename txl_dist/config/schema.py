@@ -544,9 +544,9 @@ class EngineSection(Section):
     """Keep parameters in host memory. This needs ZeRO stage 3."""
     attention: Annotated[AttentionKernel, FREE] = "auto"
     """Implementation of relative attention. plain: separate torch operations. fused: one function with a hand-written
-    backward pass, on any device. triton: GPU kernels in half precision, also for residual sums, norms, activations,
-    dropout and the softmax, and in any precision for Adam's update at ZeRO stages 1 and 2. auto: the fastest supported
-    implementation. With plain and fused no Triton kernel runs."""
+    backward pass, on any device. triton: GPU kernels in half precision, also for residual sums, norms, activations
+    and dropout, and in any precision for the softmax and for Adam's update at ZeRO stages 1 and 2. auto: the fastest
+    supported implementation. With plain and fused no Triton kernel runs."""
     keep_scores: Annotated[Literal["off", "on", "auto"], FREE] = "auto"
     """Keep the distance scores of the Triton kernels from the forward to the backward pass, which then computes one
     product less. Results are bit-identical. auto: on if the step is predicted to fit into GPU memory with them."""

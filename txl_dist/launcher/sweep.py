@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from txl_dist.config.load import (
     value_of,
 )
 from txl_dist.config.phases import check_phases, each_phase
+from txl_dist.config.schema import PrecisionSetting
 from txl_dist.console.echo import echo
 from txl_dist.console.formatting import bounded, counted, format_duration, format_table
 from txl_dist.distributed.processes import process_id
@@ -191,11 +192,12 @@ def _file_name_part(value: Any) -> str:
     return re.sub(r"[^\w.+-]", "_", text)
 
 
-def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) -> None:
-    """Raise ConfigError, before the first run, for settings that are certainly wrong.
+def checked_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) -> list[Trial]:
+    """Check the trials and return them. Raise ConfigError, before the first run, for settings that are certainly wrong.
 
     `check` checks the paths of one configuration. If a run exists already, its settings must be the same as in its
-    trial.
+    trial. If runs have replaced engine.precision = "auto", the other trials get their precision, because losses in
+    different precisions cannot be compared.
     """
     for trial in trials:
         if not trial.config.data.eval_split:
@@ -206,6 +208,7 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
         check_phases(trial.config)
         for _, staged in each_phase(trial.config):
             plan_batch(staged.train, world_size=1)
+    kept: dict[PrecisionSetting, Path] = {}
     for trial in trials:
         check(trial.config)
         settings_file = trial.run_dir / SETTINGS
@@ -213,7 +216,8 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
             continue
         saved = load_config(settings_file)
         wanted = trial.config
-        if wanted.engine.precision == "auto":  # the run has replaced it, and keeps its choice
+        if wanted.engine.precision == "auto":
+            kept.setdefault(saved.engine.precision, trial.run_dir)
             wanted = changed(wanted, {"engine.precision": saved.engine.precision})
         changes = config_changes(saved, wanted)
         if changes:
@@ -222,6 +226,22 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
                 f"{trial.run_dir} was made with other settings ({listed}), so its loss cannot be compared with the "
                 "losses of the other runs. Restore these settings, or choose another --out."
             )
+    if len(kept) > 1:
+        listed = ", ".join(f"{run_dir} in {precision}" for precision, run_dir in kept.items())
+        raise ConfigError(
+            f'runs of this sweep were made in different precisions ({listed}), because engine.precision is "auto" and '
+            "their processors differ, so their losses cannot be compared. Choose another --out, or remove the runs of "
+            "one precision and set engine.precision to the other."
+        )
+    return [_with_precision(trial, kept) for trial in trials]
+
+
+def _with_precision(trial: Trial, kept: Collection[PrecisionSetting]) -> Trial:
+    """Return the trial with the precision in `kept`, if there is one and its own is "auto"."""
+    if not kept or trial.config.engine.precision != "auto":
+        return trial
+    (precision,) = kept
+    return trial._replace(config=changed(trial.config, {"engine.precision": precision}))
 
 
 def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = ()) -> tuple[dict[Path, str], bool]:
@@ -490,8 +510,7 @@ def train_grid(
     configuration, and `devices` returns the GPUs. Raises ConfigError before the first run for settings that are
     certainly wrong.
     """
-    trials = trials_of(base, axes, num_seeds=num_seeds, out=out)
-    check_trials(trials, check=check)
+    trials = checked_trials(trials_of(base, axes, num_seeds=num_seeds, out=out), check=check)
     num_done = sum(trial.is_done for trial in trials)
     num_trials = counted(len(trials), "run")
     echo(f"txl sweep: {num_trials} in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)

@@ -28,10 +28,11 @@ from txl_dist.train.state import RunContext
 from txl_dist.train.warm_start import initial_weights
 
 
-def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iterator[str]:
+def dry_run(config: Config, *, world_size: int, resume: str = "auto", shows_all: bool = False) -> Iterator[str]:
     """Yield all lines that `--dry-run` prints: the settings, then the batch, data and cost of the run.
 
-    `shows_all` prints every setting, not only the settings that differ from the defaults. The mirror is read only if
+    `resume` is the option of that name. `shows_all` prints every setting, not only the settings that differ from the
+    defaults. The mirror is read only if
     engine.precision is "auto" and the run directory has no run. Raises the same TxlError as a real run.
     """
     if uses_gpu():
@@ -42,7 +43,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     given = config.engine.precision
     kept = None
     if given == "auto":
-        kept = kept_precision(Path(config.run.dir)) or mirrored_precision(config)
+        kept = kept_precision(Path(config.run.dir), resume=resume) or mirrored_precision(config)
     answers = [bf16_support(device)] if needs_support(given, kept=kept) else []
     plan = plan_run(config, ranks, precision=choose_precision(given, kept=kept, answers=answers))
     config = plan.saved_settings.config

@@ -360,7 +360,7 @@ def _program_facts(recorded: dict[str, Any]) -> Iterator[Fact]:
         _phrase("torch {}", recorded.get("torch")),
         _phrase("DeepSpeed {}", recorded.get("deepspeed")),
         _phrase("ZeRO-{}", recorded.get("zero_stage")),
-        _text(recorded.get("precision")),
+        _text(recorded.get("engine.precision", recorded.get("precision"))),
     )
     yield _fact("Commit", _text(commit), version_note, *libraries)
     if not commit:

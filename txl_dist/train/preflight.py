@@ -163,7 +163,10 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         model = config.model
         dtype = DTYPES[config.engine.dtype]
         reason = unsupported_shape_reason(
-            dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
+            dtype,
+            head_width=model.head_width,
+            has_position_bias=model.scheme.has_position_bias,
+            in_any_order=model.any_order,
         )
         if reason is None:
             reason = unsupported_device_reason(torch.empty(0, device=device))
@@ -203,7 +206,7 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
         warnings.append(f"engine.keep_scores=on has no effect with engine.attention={config.engine.attention}")
     if config.engine.recompute_every > 1 and not config.engine.activation_checkpointing:
         warnings.append("engine.recompute_every has no effect without engine.activation_checkpointing")
-    if not model.scheme.has_distance_terms and config.engine.attention != "auto":
+    if not model.scheme.has_distance_terms and config.engine.attention != "auto" and not uses_gpu():
         warnings.append(
             f"engine.attention has no effect with model.positions={model.positions}, which uses torch's own attention"
         )
@@ -305,18 +308,22 @@ def describe_batch(context: RunContext, *, num_parameters: int, precision_reason
 def _attention(config: Config) -> str:
     """Return the name of the attention implementation, for the log.
 
-    If `engine.attention` is auto on a GPU and the Triton kernels cannot run, the reason is added.
+    If `engine.attention` is auto on a GPU and the Triton kernels of attention, or all of them, cannot run, the reason
+    is added.
     """
     model = config.model
     chosen = config.engine.attention
-    if not model.scheme.has_distance_terms:
-        return "by torch"
     if chosen != "auto":
-        return chosen
+        return chosen if model.scheme.has_distance_terms else "by torch"
     shape = (1, 1, model.num_heads, model.head_width)
     device = torch.device("cuda" if uses_gpu() else "cpu")
     query = torch.empty(shape, dtype=DTYPES[config.engine.dtype], device=device)
-    reason = unsupported_reason(query, has_position_bias=model.scheme.has_position_bias, in_any_order=model.any_order)
+    broken = unsupported_device_reason(query) if query.is_cuda else None
+    if not model.scheme.has_distance_terms:
+        return f"by torch (no Triton kernels: {broken})" if broken else "by torch"
+    reason = broken or unsupported_reason(
+        query, has_position_bias=model.scheme.has_position_bias, in_any_order=model.any_order
+    )
     if reason is None:
         if config.engine.keep_scores == "on":
             return "triton with kept scores"

@@ -149,7 +149,10 @@ def _is_early(name: str) -> bool:
 
 
 def kept_precision(run_dir: Path, *, resume: str = "auto") -> Precision | None:
-    """Return the precision of the run that continues, or None if a new run begins. Imports no torch.
+    """Return the precision of the run that continues, or None if there is no run yet. Imports no torch.
+
+    A run that ended before its first checkpoint begins again with its precision: the ranks of a recovery ask here too,
+    and continue from copies in memory.
 
     If `resume` is the folder of a checkpoint, its precision is returned. Otherwise the run directory and its newest
     checkpoint are read. Raises ConfigError if the settings cannot be read.

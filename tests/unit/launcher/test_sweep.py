@@ -22,7 +22,7 @@ from txl_dist.launcher.sweep import (
     PointScore,
     Trial,
     best_point_lines,
-    check_trials,
+    checked_trials,
     outcomes_of,
     parse_axis,
     reason_of,
@@ -97,29 +97,40 @@ def test_values_that_are_one_folder_name_are_refused(tmp_path: Path) -> None:
 def test_a_run_made_with_other_settings_does_not_stand_beside_the_others(tmp_path: Path) -> None:
     trials = trials_of(Config(), [RATES], num_seeds=1, out=tmp_path)
     finish(trials[0], loss=3.0)
-    check_trials(trials, check=lambda config: None)
+    checked_trials(trials, check=lambda config: None)
     longer = Config.model_validate({"train": {"max_steps": 7}})
     with pytest.raises(ConfigError, match=r"made with other settings \(train.max_steps \d+ -> 7\)"):
-        check_trials(trials_of(longer, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
+        checked_trials(trials_of(longer, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
 
 
 def test_a_run_that_has_replaced_auto_stands_beside_the_others(tmp_path: Path) -> None:
     base = Config.model_validate({"engine": {"precision": "auto"}})
     trial, *others = trials_of(base, [RATES], num_seeds=1, out=tmp_path)
     finish(trial._replace(config=changed(trial.config, {"engine.precision": "bf16"})), loss=3.0)
-    check_trials([trial, *others], check=lambda config: None)
+    assert checked_trials([trial, *others], check=lambda config: None)[0].config.engine.precision == "bf16"
+
+
+def test_a_sweep_that_continues_on_another_processor_keeps_the_precision_of_its_runs(tmp_path: Path) -> None:
+    base = Config.model_validate({"engine": {"precision": "auto"}})
+    trials = trials_of(base, [RATES], num_seeds=2, out=tmp_path)
+    assert {trial.config.engine.precision for trial in checked_trials(trials, check=lambda config: None)} == {"auto"}
+    finish(trials[1]._replace(config=changed(trials[1].config, {"engine.precision": "bf16"})), loss=3.0)
+    assert {trial.config.engine.precision for trial in checked_trials(trials, check=lambda config: None)} == {"bf16"}
+    finish(trials[2]._replace(config=changed(trials[2].config, {"engine.precision": "fp32"})), loss=3.0)
+    with pytest.raises(ConfigError, match=r"different precisions \(.* in bf16, .* in fp32\).* Choose another --out"):
+        checked_trials(trials, check=lambda config: None)
 
 
 def test_without_held_out_text_nothing_is_decided(tmp_path: Path) -> None:
     base = Config.model_validate({"data": {"eval_split": ""}})
     with pytest.raises(ConfigError, match=r"data.eval_split must not be empty"):
-        check_trials(trials_of(base, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
+        checked_trials(trials_of(base, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
 
 
 def test_stages_that_cannot_be_are_refused_before_the_first_run(tmp_path: Path) -> None:
     base = Config.model_validate({"train": {"phases": ["until=0.5 num_lanes=3"]}})
     with pytest.raises(ConfigError, match=r"^train\.phases"):
-        check_trials(trials_of(base, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
+        checked_trials(trials_of(base, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
 
 
 def test_points_are_judged_by_the_last_held_out_loss_and_only_with_all_their_seeds(tmp_path: Path) -> None:

@@ -102,6 +102,16 @@ def test_the_first_tiles_say_what_was_trained_on_what_by_which_program(run: Path
     assert values["Command"] == ("txl train 'a b.toml'", "")
 
 
+def test_the_precision_is_said_before_the_first_checkpoint_and_as_it_was_set(tmp_path: Path) -> None:
+    copy = make_run(tmp_path / "run")
+    shutil.rmtree(copy / "checkpoints", ignore_errors=True)
+    config = copy / "config.toml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace('precision = "fp32"', 'precision = "tf32"'), encoding="utf-8")
+    (commit,) = [fact for fact in facts_of(read_run(copy)) if fact.name == "Commit"]
+    assert commit.note.endswith(", tf32")
+
+
 @pytest.mark.parametrize(
     ("cutoffs", "words"),
     [

@@ -30,6 +30,7 @@ other work of a step (casts, update of fp32 weights) costs more in bf16 than in 
 INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
 """Instructions for products of bf16 matrices: their flags in /proc/cpuinfo and their names, fastest first."""
 _ROUNDS = 6
+"""Number of timed products of each type. The first one also prepares the libraries, so it is hardly the best."""
 _ROWS = 256
 _WIDTH = 512
 
@@ -161,11 +162,10 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def product_speedup() -> float:
-    """Return how many times as fast a product of bf16 matrices is as the same product in fp32, on this process's
-    threads.
+    """Return how many times as fast a product of bf16 matrices is as the same product in fp32.
 
-    Both times are the best of some rounds, in turn. They are processor time, because other programs on the machine
-    change the ratio of elapsed times, and with it the precision of a run.
+    Both times are the best of some rounds, in turn. They are processor time of this thread, because other programs on
+    the machine change the ratio of elapsed times, and with it the precision of a run.
     """
     best_s = []
     products = []
@@ -174,7 +174,7 @@ def product_speedup() -> float:
         weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
         products.append((rows, weight.t()))
         best_s.append(float("inf"))
-    for _ in range(_ROUNDS):  # the first round also prepares the libraries, and is never the best
+    for _ in range(_ROUNDS):
         for index, (rows, weight) in enumerate(products):
             start = time.thread_time()
             torch.mm(rows, weight)

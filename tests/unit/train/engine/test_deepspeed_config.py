@@ -229,9 +229,33 @@ def test_attention_on_a_gpu_where_triton_fails_goes_without_triton_and_says_so(m
         check_hardware(config, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"positions": "absolute"}, "by torch (no Triton kernels: a small kernel failed)"),
+        ({"any_order": True}, "fused (not by Triton: a small kernel failed)"),
+    ],
+)
+def test_models_whose_attention_needs_no_triton_say_too_that_their_other_kernels_cannot_run(
+    model: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(preflight, "unsupported_device_reason", lambda query: "a small kernel failed")
+    config = Mock(model=Config().model.model_copy(update=model), engine=Config().engine)
+    assert preflight._attention(config) == said
+
+
+def test_triton_for_a_model_of_any_order_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Config().engine.model_copy(update={"precision": "bf16", "attention": "triton"})
+    config = Mock(model=Config().model.model_copy(update={"any_order": True}), engine=engine)
+    with pytest.raises(ConfigError, match=r"engine\.attention=triton cannot run: the kernels compute causal"):
+        check_hardware(config, device=torch.device("cpu"))
+
+
 def test_a_model_of_any_order_goes_without_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(attention_launch, "unsupported_device_reason", lambda query: None)
+    for module in (attention_launch, preflight):
+        monkeypatch.setattr(module, "unsupported_device_reason", lambda query: None)
     lines = []
     for any_order, choice in ((False, "off"), (True, "on"), (False, "on")):
         settings = {"engine": {"precision": "bf16", "keep_scores": choice}, "model": {"any_order": any_order}}

@@ -174,6 +174,19 @@ def test_a_dry_run_says_the_chosen_precision_and_why(
     assert load_config(tmp_path / "run/config.toml") == bf16
 
 
+def test_a_dry_run_from_a_checkpoint_says_the_precision_of_that_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run_file, "uses_gpu", lambda: False)
+    monkeypatch.setattr(precision_file, "bf16_instructions", lambda: "")
+    checkpoint = tmp_path / "other/checkpoints/step-00000004"
+    checkpoint.mkdir(parents=True)
+    bf16 = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
+    (checkpoint / "config.toml").write_text(config_to_toml(bf16), encoding="utf-8")
+    lines = "\n".join(dry_run(planned_config(tmp_path), world_size=1, resume=str(checkpoint)))
+    assert "bf16 (auto: as the run began)" in lines
+
+
 def test_a_dry_run_asks_the_mirror_for_the_precision_if_the_run_directory_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
