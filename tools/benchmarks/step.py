@@ -1,7 +1,7 @@
 """Compare a whole training step with those of the other codes.
 
     python -m tools.benchmarks.step --peer-original DIR [--peer-nvidia DIR] [--peer-huggingface] [--sizes SIZES]
-                               [--against COMMIT_OR_FOLDER]
+                               [--against COMMIT_OR_FOLDER] [--bf16]
     python -m tools.benchmarks.step --switches
 
 A step is forward, loss, backward, clipping and Adam, in fp32 on one thread. All codes begin with the original's
@@ -16,6 +16,7 @@ weights, which `txl_dist.convert` converts, and must have its losses over 8 step
                          the final norm, which they do not have
     --switches           measure instead the engine's step at the quickstart's sizes (32 lanes, one rank), with its own
                          settings and with each setting of `switches`: Muon, averages, scalars ...
+    --bf16               our step in bf16 too, with fp32 masters, which a CPU with AMX or AVX-512 BF16 computes faster
     --against            a commit, or a folder with another checkout: its version of our step, in a separate process
 
     x by min, x by median   how many times faster than the baseline, which is the first row of the table
@@ -115,6 +116,8 @@ def makers(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, Callable[[]
         made["huggingface"] = lambda: HuggingFaceTrainer(transfo_xl, sizes, weights=weights)
     made["ours, plain attention"] = lambda: OurTrainer(sizes, attention="plain", weights=weights)
     made["ours"] = lambda: OurTrainer(sizes, attention="fused", weights=weights)
+    if arguments.bf16:
+        made["ours, bf16"] = lambda: OurTrainer(sizes, attention="fused", weights=weights, precision="bf16")
     return made
 
 
@@ -206,6 +209,7 @@ def main() -> None:
         "--peer-huggingface", action="store_true", help="compare with TransfoXL of the installed transformers"
     )
     parser.add_argument("--sizes", choices=("wt103", "ptb", "wide", "quickstart"), default="wt103")
+    parser.add_argument("--bf16", action="store_true", help="also measure our step in bf16")
     parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="also measure our step at this commit")
     parser.add_argument(
         "--switches", action="store_true", help="measure the cost of each setting in tools/benchmarks/switches.py"
