@@ -60,9 +60,10 @@ def process_id(pid: int = 0) -> ProcessId:
     return ProcessId(host, place, pid, start_ticks)
 
 
-def process_age_s() -> float:
-    """Return the seconds since this process started, or 0 if the start time is unknown."""
-    start_ticks = process_id().start_ticks
+def process_age_s(pid: int = 0) -> float:
+    """Return the seconds since a process of this host started, or 0 if that is unknown. A pid of 0 means the present
+    process."""
+    start_ticks = process_id(pid).start_ticks
     if start_ticks:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
     return 0.0

@@ -149,7 +149,7 @@ def _pretrain_with_recovery(
     with ExitStack() as process_stack:
         process_stack.callback(_remove_if_empty, run_dir)
         process_stack.callback(member.close)
-        stops = PreemptionRequests()
+        stops = PreemptionRequests(first_pid=member.agent_pid)
         process_stack.callback(stops.close)
         while True:
             member.leave(stops, stop_file=run_dir / STOP, max_time_s=max_time_s)

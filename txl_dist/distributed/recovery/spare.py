@@ -79,14 +79,17 @@ def serve_replacements() -> None:
 def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:
     """Fork a replacement for the seat. Returns True in the replacement.
 
-    `parents` maps the pid of each replacement to a connection to its agent, over which its exit status is sent.
+    In the replacement stop signals are blocked until `PreemptionRequests` can record them. `parents` maps the pid of
+    each replacement to a connection to its agent, over which its exit status is sent.
     """
     try:
         link = connect_to(seat.address)
     except OSError:
         return False  # the job has ended meanwhile
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         parents[pid] = link
         with suppress(OSError):  # that agent has ended
             link.send({"kind": "forked", "pid": pid})

@@ -192,6 +192,11 @@ class Member:
         return [self._seat.path_of(slot) for slot in self._seat.slots]
 
     @property
+    def agent_pid(self) -> int:
+        """Pid of the agent, which started with the job."""
+        return self._seat.agent
+
+    @property
     def others(self) -> list[str]:
         """Paths of slots on this node whose ranks are no part of the job any more. One rank of the node gets them."""
         seats = [seat_of(seat) for seat in self._plan.get("others", [])]

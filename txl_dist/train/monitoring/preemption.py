@@ -42,18 +42,21 @@ MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 class PreemptionRequests:
     """Monitor of requests to stop this process. The main thread creates this object and reads `reason`.
 
-    `stop_file` is a file in the run directory. `max_time_s` is the largest age of this process in seconds, and 0 means
-    no limit. Only rank 0 uses these two arguments, or `watch` if it becomes rank 0 later.
+    `stop_file` is a file in the run directory. `max_time_s` is the largest age of the job in seconds, and 0 means no
+    limit. Only rank 0 uses these two arguments, or `watch` if it becomes rank 0 later. `first_pid` is the process with
+    which the job started here: 0 for this process, or the agent, which is older than a replacement.
+
+    Stop signals that were blocked until now arrive.
     """
 
-    def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
+    def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0, first_pid: int = 0) -> None:
         self._stop_file = stop_file
         self._max_time_s = max_time_s
         self._reason = ""
         self._signals: list[int] = []
         self._others: list[str] = []  # reasons besides signals
         self._next_poll_s = 0.0
-        self._start_s = time.monotonic() - process_age_s()
+        self._start_s = time.monotonic() - process_age_s(first_pid)
         self._launchers = launchers()
         self._is_orphan = (
             not self._launchers and os.getppid() == 1 and not os.environ.keys().isdisjoint(MADE_BY_LAUNCHERS)
@@ -62,9 +65,10 @@ class PreemptionRequests:
         for number in SIGNALS:
             self._restore.callback(signal.signal, number, signal.signal(number, self._record_signal))
         self._restore.callback(_Acknowledgement().close)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def watch(self, *, stop_file: Path, max_time_s: float) -> None:
-        """Watch a file and the age of this process too, because this process is rank 0."""
+        """Watch a file and the age of the job too, because this process is rank 0."""
         self._stop_file = stop_file
         self._max_time_s = max_time_s
 
@@ -75,7 +79,7 @@ class PreemptionRequests:
         return self._reason
 
     def reason_with(self, *, stop_file: Path, max_time_s: float) -> str:
-        """Return the first reason to stop as rank 0 sees it, which may be this file or the age of this process.
+        """Return the first reason to stop as rank 0 sees it, which may be this file or the age of the job.
 
         Neither is recorded, so rank 0 alone reports it later. The value is empty if there is no reason.
         """

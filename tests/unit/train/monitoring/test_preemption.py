@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.processes import process_age_s, process_id
 from txl_dist.errors import ConfigError
 from txl_dist.train.monitoring import preemption as stopping
 from txl_dist.train.monitoring.preemption import PreemptionRequests, parse_duration
@@ -143,6 +143,42 @@ def test_the_disk_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest
         assert "STOP" in requests.reason
     finally:
         requests.close()
+
+
+def test_the_time_limit_of_a_replacement_counts_from_the_start_of_its_agent() -> None:
+    with subprocess.Popen(["sleep", "60"]) as agent:  # younger than this process, where a real one is older
+        requests = PreemptionRequests(max_time_s=process_age_s() / 2, first_pid=agent.pid)
+        try:
+            assert requests.reason == ""
+        finally:
+            requests.close()
+            agent.kill()
+
+
+def test_a_signal_to_a_fresh_replacement_waits_until_it_can_save() -> None:
+    program = """
+import os, signal, socket, time
+from txl_dist.distributed.connection import Connection
+from txl_dist.distributed.recovery import spare
+from txl_dist.distributed.recovery.agent import SIGNALS
+from txl_dist.distributed.recovery.seat import Seat
+from txl_dist.train.monitoring.preemption import PreemptionRequests
+
+for number in SIGNALS:
+    signal.signal(number, signal.SIG_IGN)
+spare.connect_to = lambda address: Connection(socket.socketpair()[0])
+parents = {}
+if spare._fork(Seat("", 0, 0, [], [], {}), parents):
+    time.sleep(0.3)  # joins its agent
+    requests = PreemptionRequests()
+    print(requests.reason, flush=True)
+    os._exit(75)
+(pid,) = parents
+os.kill(pid, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.split("\n")[:2] == ["SIGTERM", "75 set()"]
 
 
 def test_the_time_limit_counts_from_the_start_of_the_process() -> None:
