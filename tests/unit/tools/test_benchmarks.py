@@ -40,10 +40,10 @@ def tables_in(path: Path) -> dict[str, list[dict[str, object]]]:
 
 
 def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(run: Run, tmp_path: Path) -> None:
-    run("step", "--tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
-    ((plain, ours, products, share),) = tables_in(tmp_path / "step.json").values()
+    run("step", "--tiny", "--bf16", "--rounds", "1", "--json", str(tmp_path / "step.json"))
+    ((plain, ours, bf16, products, share),) = tables_in(tmp_path / "step.json").values()
     assert (plain["x by min"], plain["loss error"], plain["syncs"], ours["syncs"]) == (1.0, 0.0, 0, 0)
-    assert float(str(ours["loss error"])) < 1e-6
+    assert float(str(ours["loss error"])) < 1e-6 < float(str(bf16["loss error"])) < 1e-2
     assert products["variant"] == "ours, products alone"
     assert 0 < float(str(share["share of products"])) < 1
 
