@@ -94,8 +94,9 @@ def train(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         from txl_dist.planning.dry_run import dry_run
 
-        ranks, resume = arguments.ranks, arguments.resume
-        echo("\n".join(dry_run(arguments.settings, world_size=ranks, resume=resume, shows_all=arguments.all)))
+        settings = arguments.settings
+        resume = arguments.resume
+        echo("\n".join(dry_run(settings, world_size=arguments.ranks, resume=resume, shows_all=arguments.all)))
         return 0
     if arguments.max_time:
         max_time_s = parse_duration(arguments.max_time)

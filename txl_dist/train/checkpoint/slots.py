@@ -527,11 +527,12 @@ def _complete(versions: Iterable[Version]) -> list[tuple[int, int]]:
 def _lay_out(partitions: Sequence[PartitionState], memories: Sequence[Memory], share: Share) -> _Layout:
     """Return the layout of a version: each partition's tensors, then the memories."""
     spans: list[_Span] = []
-    parameters = [[piece.parameter for piece in partition.pieces] for partition in partitions]
+    parameters: list[list[str]] = []
     pieces: list[_Piece] = []
     tensors: list[_MemoryTensor] = []
     offset = 0
     for partition in partitions:
+        parameters.append([piece.parameter for piece in partition.pieces])
         for kind, flat in partition.values.items():
             part = share.of(len(flat))
             spans.append(_Span(offset, part.stop - part.start))
