@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +19,7 @@ from tests.chaos.arithmetic import SPIKES, SPIKY
 from tests.chaos.elastic import memories_went_on
 from tests.chaos.lab import Case, Lab, Trial
 from tests.chaos.runs import Run
+from tests.helpers import forked
 from tests.helpers.job import Job
 from txl_dist.artifacts import list_checkpoints
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES
@@ -47,6 +50,8 @@ XLNET = (
     *("--model.any_order", "True", "--model.share_biases", "False", "--train.objective", "permutation"),
     *("--train.segment_len", "24", "--train.reuse_len", "12", "--train.predicted_len", "5"),
 )
+STORMY = ("--engine.precision", "bf16", "--optim.name", "muon", "--optim.ema_decay", "0.9")
+LAUNCHERS = ("txl launch", "deepspeed", "torchrun")
 KEEP_BEST = ("--eval.every_steps", "5", "--checkpoint.keep_best", "True")
 IN_PROGRESS = {
     "validation": ("kill:0:12:evaluate#3", "--eval.every_steps", "6"),
@@ -94,12 +99,47 @@ def replaced(
     if KEEP_BEST[-2] in settings and STRUCK_AT not in saved:  # it was the best when the rank was lost
         case.problems.append(f"the best checkpoint is not among {saved}")
     copy_every = int(RARELY[1]) if RARELY[0] in settings else 1
-    lost = _judge_events(case, run, copy_every=copy_every)
+    lost = _judge_events(case, run, copy_every=copy_every, most=1 if _is_stored_everywhere(deadly) else None)
     found = [event for event in run.records("event") if event.get("restored_from") == "copies"]
     if not both and any(event["step"] % copy_every for event in found):
         case.problems.append(f"copies were made after other steps than each {copy_every}th")
     if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
         case.problems.append(f"the ranks {lost} were replaced")
+    return lab.report(case)
+
+
+def launched(lab: Lab, program: str, *, stage: int = 1) -> Case:
+    """Under a real launcher killed ranks are replaced, the result is that of the unbroken run, no process is left."""
+    fault = f"kill:1:{STRUCK_AT}:updated,kill:0:15:decided@2"
+    words = (*ON, "--engine.zero_stage", str(stage))
+    case, run = lab.case(f"recovery: {program}", stage=stage, fault=fault), lab.new_run("launched")
+    folder = Path(sys.executable).parent
+    command = {
+        "txl launch": [str(folder / "txl"), "launch", "--num_accelerators", "2"],
+        "deepspeed": [str(folder / "deepspeed"), "--num_accelerators", "2", "--module", "txl_dist", "train"],
+        "torchrun": [str(folder / "torchrun"), "--nproc_per_node", "2", "-m", "txl_dist", "train"],
+    }[program]
+    if program != "txl launch":
+        command[1:1] = ["--master_port", str(forked.free_port())]
+    ended = subprocess.run(
+        [*command, str(lab.config), *words, "--run.dir", str(run.dir)],
+        env=forked.environment() | {"TXL_FAILPOINTS": fault},
+        cwd=lab.folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lab.judge(case, run, lab.unbroken(*words))
+    if ended.returncode:
+        case.problems.append(f"exit code {ended.returncode}: {ended.stderr[-500:]}")
+    if sorted(_judge_events(case, run)) != [0, 1]:
+        case.problems.append("not the two ranks that were killed were replaced")
+    left = [
+        process.pid for process in psutil.process_iter(["cmdline"]) if str(run.dir) in (process.info["cmdline"] or ())
+    ]
+    if left:
+        case.problems.append(f"the processes {left} are left")
     return lab.report(case)
 
 
@@ -208,11 +248,11 @@ def node_lost(lab: Lab, *, stage: int = 1, per_node: int = 1) -> Case:
     return lab.report(case)
 
 
-def storm(lab: Lab, *, kills: int, stage: int, ranks: int, steps: int = 0) -> Case:
+def storm(lab: Lab, *more: str, kills: int, stage: int, ranks: int, steps: int = 0) -> Case:
     """Ranks are killed from outside at random moments, until there were so many kills."""
     chance = random.Random(lab.seed)
     settings = ("--train.max_steps", str(steps or 12 * kills), "--checkpoint.every_steps", "0")
-    words = (*ON, "--engine.zero_stage", str(stage), *settings)
+    words = (*ON, "--engine.zero_stage", str(stage), *settings, *more)
     case, run = lab.case("recovery: storm", stage=stage, ranks=ranks, fault=f"{kills} kills"), lab.new_run("storm")
     victims = []
     with lab.start(run, *words, ranks=ranks) as job:
@@ -343,13 +383,22 @@ def children_of(pid: int) -> set[int]:
     return set()
 
 
-def _judge_events(case: Case, run: Run, *, copy_every: int = 1) -> list[int]:
-    """Fill the figures of a case. Returns the ranks that were replaced, one per loss."""
+def _is_stored_everywhere(faults: Sequence[str]) -> bool:
+    """Whether all ranks have stored the step before the only fault: it comes after the decision of the step."""
+    return len(faults) == 1 and faults[0].split(":")[-1] in ("decided", "updated")
+
+
+def _judge_events(case: Case, run: Run, *, copy_every: int = 1, most: int | None = None) -> list[int]:
+    """Fill the figures of a case. Returns the ranks that were replaced, one per loss.
+
+    At most the step in flight and those since the last copies may be made again, or `most` steps.
+    """
+    most = copy_every + 1 if most is None else copy_every - 1 + most
     events = [record for record in run.records("event") if record["event"] == "recovered"]
     if not events:
         case.problems.append("no event says that the job has recovered")
-    if any(event["restored_from"] == "copies" and event["repeated_steps"] > 1 + copy_every for event in events):
-        case.problems.append("more steps were made again than the one in flight and those since the last copies")
+    if any(event["restored_from"] == "copies" and event["repeated_steps"] > most for event in events):
+        case.problems.append(f"more than {most} steps were made again: {events}")
     for name in ("notice_s", "regroup_s", "restore_s", "redo_s"):
         case.figures[name] = max((event[name] for event in events), default=0.0)
     return [rank for event in events for rank in event["ranks"]]
@@ -372,6 +421,13 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for point in SAVE_POINTS:
         for rank in (0,) if point in ONLY_RANK_0 else (0, 1):
             yield partial(replaced, lab, f"kill:{rank}:{SAVED_AT}:{point}")
+            yield partial(
+                replaced, lab, f"kill:{rank}:{SAVED_AT}:{point}", "--checkpoint.asynchronous", "False", stage=3
+            )
+    for stage in range(4):
+        yield partial(storm, lab, *STORMY, *PHASES, kills=10, stage=stage, ranks=2)
+    for program in LAUNCHERS:
+        yield partial(launched, lab, program)
     yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:decided", "--metrics.log_every_steps", "7")
     for words in (*IN_PROGRESS.values(), *KINDS_OF_RUNS.values()):
         for stage in range(4):

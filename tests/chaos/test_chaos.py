@@ -23,6 +23,7 @@ from tests.chaos.recovery import (
     damaged,
     ended,
     failed,
+    launched,
     locked,
     node_lost,
     replaced,
@@ -223,6 +224,13 @@ def test_a_job_whose_rank_cannot_be_replaced_continues_with_fewer(
 
 def test_a_spare_node_takes_the_rank_of_a_lost_node_and_no_bit_changes(lab: Lab) -> None:
     assert_passed(node_lost(lab))
+
+
+@pytest.mark.parametrize(
+    "program", ["txl launch", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("deepspeed", "torchrun"))]
+)
+def test_under_a_real_launcher_a_killed_rank_is_replaced_bit_for_bit(lab: Lab, program: str) -> None:
+    assert_passed(launched(lab, program))
 
 
 @pytest.mark.nightly
