@@ -41,7 +41,7 @@ from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.recovery import InJobRecovery, Recovery
-from txl_dist.train.checkpoint.slots import Share
+from txl_dist.train.checkpoint.slots import Share, StoredState
 from txl_dist.train.engine.precision import ChosenPrecision, agree_on_precision
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
@@ -355,21 +355,9 @@ def _begin(
 ) -> tuple[RunContext, Start, Engine]:
     """Start the phase in which the run continues: choose a checkpoint, open the run directory, build the engine.
 
-    After the loss of a rank the newest stored state takes the place of a checkpoint, if there is one. If the newest
-    checkpoint is only in `mirror`, it is downloaded. Returns (the context of the phase, the result of the checks, the
-    engine).
+    Returns (the context of the phase, the result of the checks, the engine).
     """
-    stored = recovery.take_stored()
-    if stored is not None and stored.step > plan.stage_at(stored.step).context.steps.start:
-        choice = Choice(None, [])
-        stage = plan.stage_at(stored.step)
-    else:
-        stored = None  # a phase begins from the checkpoint of the phase before
-        if mirror is not None:
-            choice = mirror.choose(resume, is_start=is_start)
-        else:
-            choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
-        stage = plan.stage_at(choice.saved.step if choice.saved else 0)
+    stored, choice, stage = _choose_state(plan, recovery, mirror, resume=resume, is_start=is_start)
     context = stage.context
     config = context.config
     if stored is None:
@@ -400,6 +388,26 @@ def _begin(
     with recovery.collecting():
         engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=plan.ranks, weights=weights)
     return context, start._replace(stored=stored), engine
+
+
+def _choose_state(
+    plan: RunPlan, recovery: Recovery, mirror: Mirror | None, *, resume: str, is_start: bool
+) -> tuple[StoredState | None, Choice, Stage]:
+    """Choose the state from which the run continues. All ranks call it together.
+
+    After the loss of a rank the newest stored state takes the place of a checkpoint, if there is one. If the newest
+    checkpoint is only in `mirror`, it is downloaded. Returns (the stored state or None, the choice of a checkpoint, the
+    phase).
+    """
+    stored = recovery.take_stored()
+    if stored is not None:
+        # The phase that made the step may lack its last checkpoint or evaluation, so it ends before the next begins.
+        return stored, Choice(None, []), plan.stage_at(stored.step - 1)
+    if mirror is not None:
+        choice = mirror.choose(resume, is_start=is_start)
+    else:
+        choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
+    return None, choice, plan.stage_at(choice.saved.step if choice.saved else 0)
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:
