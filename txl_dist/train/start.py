@@ -170,11 +170,7 @@ def _pretrain_with_recovery(
                     member.share_coordinator()
                 if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):
                     resume = "auto"  # the run has begun, so it continues from its own checkpoints
-                try:
-                    return _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
-                except TxlError as error:
-                    note_in_file(f"the run ends: {error}")
-                    raise
+                return _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
 
 
 def _train(
