@@ -42,7 +42,7 @@ from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.recovery.partner import num_own_slots
 from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, slot_to_replace
-from txl_dist.errors import CheckpointError, ConfigError, TrainingError, TxlError, raised_everywhere
+from txl_dist.errors import CheckpointError, ConfigError, TrainingError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object
 from txl_dist.model.memory import Memory
@@ -283,16 +283,17 @@ class StateSlots:
     def wait(self) -> None:
         """Wait until the last version is stored, and the partner has it if it is due.
 
-        Raises TrainingError if it cannot be stored, and LostRankError if the partner is gone.
+        Raises TrainingError if there is not enough memory, and LostRankError if the partner is gone. Any other error of
+        the thread is raised unchanged.
         """
         error = self.join()
-        if isinstance(error, TxlError):
-            raise error
-        if error is not None:
+        if isinstance(error, OSError | MemoryError):
             raise TrainingError(
                 f"the copy of this rank's state cannot be stored in host memory: {error}. Free host memory, or set "
                 "recover.spares to 0."
             ) from error
+        if error is not None:
+            raise error
 
     def check_room(self, state: TrainState, engine: Engine) -> None:
         """Check that the slots of all ranks of a node fit into its host memory. All ranks call it together.
