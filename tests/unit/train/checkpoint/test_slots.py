@@ -344,6 +344,27 @@ def test_a_loaded_version_keeps_neither_memories_nor_slots_of_other_ranks(
     assert stored.step == 1
 
 
+def test_a_rank_that_is_lost_while_others_read_leaves_no_descriptor_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 2)
+    store_all(ranks, 1)
+    ranks.begin(1)
+
+    def gather(value: Any) -> list[Any]:
+        if value is True:  # this rank has opened the slots of all ranks
+            raise ConnectionError("another rank was lost")
+        return [value]
+
+    monkeypatch.setattr(slots_module, "gather_objects", gather)
+    counts = []
+    for _ in range(2):  # the first time also maps slots that stay open
+        with pytest.raises(ConnectionError):
+            ranks.slots[0].newest_common()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[0] == counts[1]
+
+
 def test_reading_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     ranks = Ranks(monkeypatch, tmp_path, 2)
