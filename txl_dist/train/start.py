@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints
+from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints, step_of
 from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.config.schema import paths_of_sets
@@ -391,19 +391,27 @@ def _choose_state(
 ) -> tuple[StoredState | None, Choice, Stage]:
     """Choose the state from which the run continues. All ranks call it together.
 
-    After the loss of a rank the newest stored state takes the place of a checkpoint, if there is one. If the newest
-    checkpoint is only in `mirror`, it is downloaded. Returns (the stored state or None, the choice of a checkpoint, the
-    phase).
+    After the loss of a rank the newest stored state takes the place of a checkpoint, unless a checkpoint is newer. If
+    the newest checkpoint is only in `mirror`, it is downloaded. Returns (the stored state or None, the choice of a
+    checkpoint, the phase).
     """
     stored = recovery.take_stored()
-    if stored is not None:
-        # The phase that made the step may lack its last checkpoint or evaluation, so it ends before the next begins.
-        return stored, Choice(None, []), plan.stage_at(stored.step - 1)
-    if mirror is not None:
-        choice = mirror.choose(resume, is_start=is_start)
-    else:
-        choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
-    return None, choice, plan.stage_at(choice.saved.step if choice.saved else 0)
+    choice = Choice(None, [])
+    if stored is None or run_on_rank0(lambda: _newest_step(plan.run_dir)) > stored.step:  # copies may be rarer
+        if mirror is not None:
+            choice = mirror.choose(resume, is_start=is_start)
+        else:
+            choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
+    saved_step = choice.saved.step if choice.saved else 0
+    if stored is None or saved_step > stored.step:
+        return None, choice, plan.stage_at(saved_step)
+    # The phase that made the step may lack its last checkpoint or evaluation, so it ends before the next begins.
+    return stored, Choice(None, []), plan.stage_at(stored.step - 1)
+
+
+def _newest_step(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint, which may be damaged. 0 without a checkpoint."""
+    return max(map(step_of, list_checkpoints(run_dir)), default=0)
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:
