@@ -67,6 +67,8 @@ IN_PROGRESS = {
 KINDS_OF_RUNS = {
     "phases": (f"kill:1:{STRUCK_AT}:updated,kill:0:15:step@2", *PHASES),
     "phases, in the first step of one": ("kill:1:13:step", *PHASES),
+    "phases, in the last save of one": ("kill:1:12:save-file-half", *PHASES, "--checkpoint.every_steps", "5"),
+    "phases, in the last evaluation of one": ("kill:0:12:evaluate#3", *PHASES, "--eval.every_steps", "6"),
     "XLNet": (f"kill:1:{STRUCK_AT}:updated", *XLNET),
     "EMA": (f"kill:0:{STRUCK_AT}:half-stored", "--optim.ema_decay", "0.9"),
     "Muon": (f"kill:0:{STRUCK_AT}:updated", "--optim.name", "muon"),
@@ -103,6 +105,8 @@ def replaced(
     found = [event for event in run.records("event") if event.get("restored_from") == "copies"]
     if not both and any(event["step"] % copy_every for event in found):
         case.problems.append(f"copies were made after other steps than each {copy_every}th")
+    if not both and case.steps_lost > copy_every * len(struck):
+        case.problems.append(f"{case.steps_lost} steps were made again, though copies of later steps existed")
     if sorted(lost) != sorted(strike.rank for strike in struck):  # no other process has ended
         case.problems.append(f"the ranks {lost} were replaced")
     return lab.report(case)

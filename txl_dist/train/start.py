@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints
+from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints, step_of
 from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.config.schema import paths_of_sets
@@ -41,7 +41,7 @@ from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.recovery import InJobRecovery, Recovery
-from txl_dist.train.checkpoint.slots import Share
+from txl_dist.train.checkpoint.slots import Share, StoredState
 from txl_dist.train.engine.precision import ChosenPrecision, agree_on_precision
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
@@ -170,11 +170,7 @@ def _pretrain_with_recovery(
                     member.share_coordinator()
                 if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):
                     resume = "auto"  # the run has begun, so it continues from its own checkpoints
-                try:
-                    return _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
-                except TxlError as error:
-                    note_in_file(f"the run ends: {error}")
-                    raise
+                return _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
 
 
 def _train(
@@ -355,21 +351,9 @@ def _begin(
 ) -> tuple[RunContext, Start, Engine]:
     """Start the phase in which the run continues: choose a checkpoint, open the run directory, build the engine.
 
-    After the loss of a rank the newest stored state takes the place of a checkpoint, if there is one. If the newest
-    checkpoint is only in `mirror`, it is downloaded. Returns (the context of the phase, the result of the checks, the
-    engine).
+    Returns (the context of the phase, the result of the checks, the engine).
     """
-    stored = recovery.take_stored()
-    if stored is not None and stored.step > plan.stage_at(stored.step).context.steps.start:
-        choice = Choice(None, [])
-        stage = plan.stage_at(stored.step)
-    else:
-        stored = None  # a phase begins from the checkpoint of the phase before
-        if mirror is not None:
-            choice = mirror.choose(resume, is_start=is_start)
-        else:
-            choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
-        stage = plan.stage_at(choice.saved.step if choice.saved else 0)
+    stored, choice, stage = _choose_state(plan, recovery, mirror, resume=resume, is_start=is_start)
     context = stage.context
     config = context.config
     if stored is None:
@@ -400,6 +384,34 @@ def _begin(
     with recovery.collecting():
         engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=plan.ranks, weights=weights)
     return context, start._replace(stored=stored), engine
+
+
+def _choose_state(
+    plan: RunPlan, recovery: Recovery, mirror: Mirror | None, *, resume: str, is_start: bool
+) -> tuple[StoredState | None, Choice, Stage]:
+    """Choose the state from which the run continues. All ranks call it together.
+
+    After the loss of a rank the newest stored state takes the place of a checkpoint, unless a checkpoint is newer. If
+    the newest checkpoint is only in `mirror`, it is downloaded. Returns (the stored state or None, the choice of a
+    checkpoint, the phase).
+    """
+    stored = recovery.take_stored()
+    choice = Choice(None, [])
+    if stored is None or run_on_rank0(lambda: _newest_step(plan.run_dir)) > stored.step:  # copies may be rarer
+        if mirror is not None:
+            choice = mirror.choose(resume, is_start=is_start)
+        else:
+            choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
+    saved_step = choice.saved.step if choice.saved else 0
+    if stored is None or saved_step > stored.step:
+        return None, choice, plan.stage_at(saved_step)
+    # The phase that made the step may lack its last checkpoint or evaluation, so it ends before the next begins.
+    return stored, Choice(None, []), plan.stage_at(stored.step - 1)
+
+
+def _newest_step(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint, which may be damaged. 0 without a checkpoint."""
+    return max(map(step_of, list_checkpoints(run_dir)), default=0)
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:

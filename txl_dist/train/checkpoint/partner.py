@@ -5,6 +5,7 @@ A job that has only one node left has no partners. Its agent can still have copi
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -47,18 +48,25 @@ class Partner:
     def send(self, slot: SlotFile, *, kept: int) -> None:
         """Send the version in a slot, and wait for the acknowledgement. The version number `kept` is not replaced.
 
-        The partner must have a rank. Raises LostRankError if the agent is gone, and TrainingError if it cannot keep the
-        version.
+        The partner must have a rank. A version that arrives damaged is sent once more. Raises LostRankError if the
+        agent is gone, and TrainingError if it cannot keep the version.
         """
         assert self._connection is not None
         try:
-            self._connection.put(slot, kept=kept)
+            try:
+                self._connection.put(slot, kept=kept)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                logger.warning("recovery: a copy for the agent of rank %d arrived damaged. It is sent again", self.rank)
+                self._connection.put(slot, kept=kept)
         except (ConnectionError, TimeoutError) as error:
             raise LostRankError(self._describe(error)) from error
         except OSError as error:
-            raise TrainingError(
-                f"{self._describe(error)}. Free host memory on that node, or set recover.copies to node."
-            ) from error
+            remedy = "Free host memory on that node"
+            if error.errno == errno.EIO:
+                remedy = "The copy arrived damaged twice. Test the memory and the network of both nodes"
+            raise TrainingError(f"{self._describe(error)}. {remedy}, or set recover.copies to node.") from error
 
     def versions(self, world_size: int) -> dict[int, list[Version]]:
         """Return the versions that the agent of this rank has, by the agent's number.

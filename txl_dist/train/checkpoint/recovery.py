@@ -37,7 +37,10 @@ class Recovery:
         return None
 
     def check_room(self, state: TrainState, engine: Engine) -> None:
-        """Check that copies of the state fit into host memory. All ranks call it together. Raises ConfigError."""
+        """Check that copies of the state fit into host memory, unless the job has made steps before.
+
+        All ranks call it together. Raises ConfigError on all ranks.
+        """
 
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
         """Begin to store the state after a step, and the sums of the logging interval, if a copy is due.
@@ -163,7 +166,9 @@ class InJobRecovery(Recovery):
 
     @override
     def check_room(self, state: TrainState, engine: Engine) -> None:
-        self._slots.check_room(state, engine)
+        # Later the slots have their memory, which no longer counts as free.
+        if self._member.generation == 1 and self._last_step < 0:
+            self._slots.check_room(state, engine)
 
     @override
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.recovery.partner import num_own_slots
 from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version, slot_to_replace
-from txl_dist.errors import CheckpointError, ConfigError, TrainingError, TxlError, raised_everywhere
+from txl_dist.errors import CheckpointError, ConfigError, TrainingError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import parse_object
 from txl_dist.model.memory import Memory
@@ -283,16 +284,17 @@ class StateSlots:
     def wait(self) -> None:
         """Wait until the last version is stored, and the partner has it if it is due.
 
-        Raises TrainingError if it cannot be stored, and LostRankError if the partner is gone.
+        Raises TrainingError if there is not enough memory, and LostRankError if the partner is gone. Any other error of
+        the thread is raised unchanged.
         """
         error = self.join()
-        if isinstance(error, TxlError):
-            raise error
-        if error is not None:
+        if isinstance(error, OSError | MemoryError):
             raise TrainingError(
                 f"the copy of this rank's state cannot be stored in host memory: {error}. Free host memory, or set "
                 "recover.spares to 0."
             ) from error
+        if error is not None:
+            raise error
 
     def check_room(self, state: TrainState, engine: Engine) -> None:
         """Check that the slots of all ranks of a node fit into its host memory. All ranks call it together.
@@ -341,13 +343,12 @@ class StateSlots:
                 assert slot is not None
                 self._newest = serial
                 return self._read(slot)
-            slots = self._find_all(serial, world_size, by_agent)
-            if all(gather_objects(slots is not None)):
-                assert slots is not None
-                self._newest = serial
-                return self._read_part(slots)
-            for opened in slots or []:
-                opened.close()
+            with ExitStack() as opened:  # also if another rank is lost now
+                slots = self._find_all(serial, world_size, by_agent, opened)
+                if all(gather_objects(slots is not None)):
+                    assert slots is not None
+                    self._newest = serial
+                    return self._read_part(slots)
         return None
 
     def close(self) -> None:
@@ -378,10 +379,12 @@ class StateSlots:
                 return slot
         return None
 
-    def _find_all(self, serial: int, world_size: int, by_agent: dict[int, list[Version]]) -> list[_Slot] | None:
+    def _find_all(
+        self, serial: int, world_size: int, by_agent: dict[int, list[Version]], opened: ExitStack
+    ) -> list[_Slot] | None:
         """Return slots with the parts of all ranks of a version, in their order, or None if a part is missing.
 
-        The slots are opened for reading. All ranks call this method together.
+        The slots are opened for reading, and `opened` closes them. All ranks call this method together.
         """
         mine = []
         for slot, path in zip((*self._slots, *self._others), self._paths, strict=True):
@@ -395,13 +398,10 @@ class StateSlots:
         for rank in range(world_size):
             whole = _Slot(paths[rank]) if rank in paths else self._fetch(Version(serial, world_size, rank), by_agent)
             if whole is None:
-                break
+                return None
+            opened.callback(whole.close)
             slots.append(whole)
-        if len(slots) == world_size:
-            return slots
-        for slot in slots:
-            slot.close()
-        return None
+        return slots
 
     def _fetch(self, version: Version, by_agent: dict[int, list[Version]]) -> _Slot | None:
         """Fetch a version of any rank into memory of this process. Returns None if no agent sends it."""
@@ -415,10 +415,8 @@ class StateSlots:
         return None
 
     def _read_part(self, slots: Sequence[_Slot]) -> StoredState:
-        """Read this rank's part of a version from the slots of all its ranks. Closes the slots."""
+        """Read this rank's part of a version from the slots of all its ranks. The values outlive the slots."""
         contents = [slot.read() for slot in slots]
-        for slot in slots:
-            slot.close()
         memories: list[Memory] = []
         counts: dict[str, float] = {}
         for values, table, facts in contents:

@@ -326,11 +326,8 @@ class Member:
 
     def _fail(self, error: Exception) -> None:
         """Announce that this rank ends because of its own error, which it prints."""
-        code = 1
-        if isinstance(error, TxlError):
-            code = error.exit_code
-        else:
-            note_in_file(f"the run ends: {error!r}")
+        code = error.exit_code if isinstance(error, TxlError) else 1
+        note_in_file(f"the run ends: {error if isinstance(error, TxlError) else repr(error)}")
         self._tell({"kind": "failed", "code": code, "reason": in_one_line(error)[:_MAX_REASON]})
 
     def _ended(self) -> LostRankError:

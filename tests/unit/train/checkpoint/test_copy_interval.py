@@ -1,4 +1,4 @@
-"""Steps after which recovery copies the state of a rank."""
+"""When recovery copies the state of a rank, and when it checks that the copies fit."""
 
 from __future__ import annotations
 
@@ -7,24 +7,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
+from tests.unit.train.checkpoint.test_slots import engine_of, state_of
+from txl_dist.train.checkpoint import slots
 from txl_dist.train.checkpoint.recovery import InJobRecovery
 from txl_dist.train.checkpoint.slots import Share
 
 
-def stored_steps(folder: Path, steps: list[int], *, copy_every: int) -> list[int]:
-    """Return those of the steps after which the state was copied."""
+def recovery_in(folder: Path, *, copy_every: int = 1, generation: int = 1) -> InJobRecovery:
+    """Return the recovery of the only rank of a job."""
     paths = [folder / str(number) for number in range(3)]
     for path in paths:
         path.touch()
-    place = {"generation": 1, "partner_address": None, "others": [], "collecting": nullcontext}
+    place = {"generation": generation, "partner_address": None, "others": [], "collecting": nullcontext}
     member = SimpleNamespace(slots=[str(path) for path in paths], **place)
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     share = Share(0, 1)
-    recovery = InJobRecovery(
-        cast("Any", member), cast("Any", ranks), share=share, copy_every=copy_every, partner_every=1
-    )
+    return InJobRecovery(cast("Any", member), cast("Any", ranks), share=share, copy_every=copy_every, partner_every=1)
+
+
+def stored_steps(folder: Path, steps: list[int], *, copy_every: int) -> list[int]:
+    """Return those of the steps after which the state was copied."""
+    recovery = recovery_in(folder, copy_every=copy_every)
     stored: list[int] = []
     recovery._slots.store = lambda state, engine, sums: stored.append(state.step)  # type: ignore[method-assign]
     for step in steps:
@@ -42,3 +48,18 @@ def test_the_first_step_after_a_rewind_is_copied_because_the_copies_are_of_steps
     tmp_path: Path,
 ) -> None:
     assert stored_steps(tmp_path, [7, 8, 9, 10, 6, 7, 8], copy_every=4) == [8, 6, 8]
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_job_that_has_made_a_step_is_not_refused_because_its_own_slots_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, generation: int
+) -> None:
+    monkeypatch.setattr(slots, "gather_objects", lambda value: [value])
+    recovery = recovery_in(tmp_path, generation=generation)
+    if generation == 1:  # a later generation may return to a checkpoint
+        recovery.check_room(state_of(0), engine_of(0))
+        recovery.store(state_of(1), engine_of(1), {})
+        recovery.wait()
+    monkeypatch.setattr(slots, "host_room_bytes", lambda: 0.0)
+    recovery.check_room(state_of(1), engine_of(1))
+    recovery.close()

@@ -17,7 +17,7 @@ import torch
 from tests.unit.train.checkpoint.test_slots import engine_of, state_of, store
 from txl_dist.distributed.recovery.partner import PartnerAddress, PartnerServer
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile
-from txl_dist.errors import ConfigError, LostRankError
+from txl_dist.errors import ConfigError, LostRankError, TrainingError
 from txl_dist.train.checkpoint import partner as partner_module
 from txl_dist.train.checkpoint import slots as slots_module
 from txl_dist.train.checkpoint.partner import find_partner
@@ -276,6 +276,33 @@ def test_a_partner_that_is_gone_is_a_lost_rank(make: Callable[..., Nodes]) -> No
     nodes.slots[0]._partner._connection._peer.shutdown(2)  # type: ignore[union-attr]
     with pytest.raises(LostRankError, match=r"the agent of rank 1 at \S+ keeps no copy of the state of rank 0"):
         store(nodes.slots[0], 2)
+
+
+def damage_in_transit(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
+    """Let so many copies arrive with another hash than they were sent with."""
+    damages = iter(range(times))
+    holds = SlotFile.holds
+    monkeypatch.setattr(SlotFile, "holds", lambda slot, head: next(damages, None) is None and holds(slot, head))
+
+
+def test_a_copy_that_is_damaged_on_its_way_is_sent_again(
+    make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = make(2)
+    nodes.step(1)
+    damage_in_transit(monkeypatch, times=1)
+    nodes.step(2)
+    nodes.lose(0)
+    assert_loaded(nodes.newest(), 2)
+
+
+def test_a_copy_that_always_arrives_damaged_is_no_lack_of_memory(
+    make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = make(2)
+    damage_in_transit(monkeypatch, times=2)
+    with pytest.raises(TrainingError, match=r"arrived damaged twice\. Test the memory and the network of both nodes"):
+        nodes.step(1)
 
 
 def flip(nodes: Nodes, *, rank: int, step: int) -> None:

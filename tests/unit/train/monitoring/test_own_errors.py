@@ -1,12 +1,20 @@
 """An error of a rank itself is told from an error that the loss of another rank may have caused."""
 
 import types
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as torch_dist
 
-from txl_dist.errors import ConfigError
+from tests.helpers.tiny import tiny_config
+from txl_dist.errors import ConfigError, LostRankError
+from txl_dist.train import start
+from txl_dist.train.callbacks import Callbacks
+from txl_dist.train.monitoring import member as member_module
+from txl_dist.train.monitoring.member import Member
 from txl_dist.train.monitoring.watchdog import may_come_from_loss
 
 
@@ -41,3 +49,35 @@ def test_errors_of_the_ranks_own_code_do_not() -> None:
         IndexError("index 300 is out of bounds for dimension 0 with size 257"),
     ):
         assert not may_come_from_loss(error), error
+
+
+def test_only_an_error_of_the_rank_itself_is_noted_as_the_end_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first generation loses the agent of another rank, and the second one ends with an error of this rank."""
+    errors = [LostRankError("the agent of rank 1 keeps no copy"), ConfigError("train.max_steps=0 must be positive")]
+    notes: list[str] = []
+
+    def train(*_: object, **__: object) -> None:
+        raise errors.pop(0)
+
+    def note(text: str) -> None:
+        notes.append(text)
+
+    monkeypatch.setattr(start, "_train", train)
+    monkeypatch.setattr(start, "note_in_file", note)
+    monkeypatch.setattr(member_module, "note_in_file", note)
+    monkeypatch.setattr(start, "distributed_context", lambda **_: nullcontext(types.SimpleNamespace(rank=0)))
+    monkeypatch.setattr(start, "start_logging", lambda **_: None)
+    monkeypatch.setattr(Member, "_is_caused_by_loss", lambda self, error: isinstance(error, LostRankError))
+    for name in ("leave", "close", "limit", "open_store", "_tell"):
+        monkeypatch.setattr(Member, name, lambda *_, **__: None)
+    monkeypatch.setattr(Member, "collecting", lambda self: nullcontext())
+    member: Any = object.__new__(Member)
+    member.generation, member._is_ended = 2, False
+    config = tiny_config(run={"dir": str(tmp_path)})
+    with pytest.raises(ConfigError):
+        start._pretrain_with_recovery(
+            config, member, cast("Callbacks", None), resume="auto", max_time_s=0.0, profile=range(0)
+        )
+    assert notes == ["the run ends: train.max_steps=0 must be positive"]

@@ -1,0 +1,61 @@
+"""The state from which a run continues after the loss of a rank: copies in memory, or a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from txl_dist.artifacts import checkpoint_folder
+from txl_dist.train import start
+from txl_dist.train.checkpoint.read import Choice
+from txl_dist.train.run_plan import RunPlan
+
+PHASES = [SimpleNamespace(context=SimpleNamespace(steps=steps)) for steps in (range(12), range(12, 24))]
+
+
+def continued(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, stored: int | None, saved: int | None = None, damaged: int = 0
+) -> tuple[int | None, int | None, int]:
+    """Return (step of the copies or None, step of the checkpoint or None, number of the phase) of the choice.
+
+    `stored` and `saved` are the steps of the newest copies and of the newest whole checkpoint, or None. `damaged` is
+    the step of a damaged checkpoint.
+    """
+    for step in filter(None, (saved, damaged)):
+        checkpoint_folder(folder, step).mkdir(parents=True)
+    choice = Choice(cast("Any", None if saved is None else SimpleNamespace(step=saved)), [])
+    monkeypatch.setattr(start, "choose_together", lambda run_dir, resume, *, ranks: choice)
+    monkeypatch.setattr(start, "run_on_rank0", lambda action: action())
+    nothing: Any = None
+    plan = RunPlan(nothing, folder, nothing, cast("Any", tuple(PHASES)), 0, nothing)
+    recovery = SimpleNamespace(take_stored=lambda: None if stored is None else SimpleNamespace(step=stored))
+    state, chosen, stage = start._choose_state(plan, cast("Any", recovery), None, resume="auto", is_start=True)
+    checkpoint = None if chosen.saved is None else chosen.saved.step
+    return None if state is None else state.step, checkpoint, PHASES.index(cast("Any", stage))
+
+
+@pytest.mark.parametrize(("step", "phase"), [(1, 0), (11, 0), (12, 0), (13, 1), (24, 1)])
+def test_no_stored_step_is_repeated_also_not_the_last_one_of_a_phase(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: int, phase: int
+) -> None:
+    assert continued(monkeypatch, tmp_path, stored=step, saved=10 if step > 10 else None) == (step, None, phase)
+
+
+def test_without_copies_the_run_continues_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert continued(monkeypatch, tmp_path, stored=None, saved=12) == (None, 12, 1)
+    assert continued(monkeypatch, tmp_path, stored=None) == (None, None, 0)
+
+
+@pytest.mark.parametrize(("step", "phase"), [(11, 0), (12, 1), (14, 1)])
+def test_a_checkpoint_that_is_newer_than_the_copies_takes_their_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: int, phase: int
+) -> None:
+    """Copies may be rarer than checkpoints: those on other nodes, by `recover.partner_every`."""
+    assert continued(monkeypatch, tmp_path, stored=10, saved=step) == (None, step, phase)
+
+
+def test_a_newer_checkpoint_that_is_damaged_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert continued(monkeypatch, tmp_path, stored=10, saved=8, damaged=11) == (10, None, 0)
