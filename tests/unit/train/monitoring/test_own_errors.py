@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 
 from tests.helpers.tiny import tiny_config
+from txl_dist.distributed.recovery.seat import Seat
 from txl_dist.errors import ConfigError, LostRankError
 from txl_dist.train import start
 from txl_dist.train.callbacks import Callbacks
@@ -74,7 +75,7 @@ def test_only_an_error_of_the_rank_itself_is_noted_as_the_end_of_the_run(
         monkeypatch.setattr(Member, name, lambda *_, **__: None)
     monkeypatch.setattr(Member, "collecting", lambda self: nullcontext())
     member: Any = object.__new__(Member)
-    member.generation, member._is_ended = 2, False
+    member.generation, member._is_ended, member._seat = 2, False, Seat("", 0, 0, [], [], {})
     config = tiny_config(run={"dir": str(tmp_path)})
     with pytest.raises(ConfigError):
         start._pretrain_with_recovery(
