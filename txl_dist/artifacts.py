@@ -261,6 +261,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
+def newest_step(run_dir: Path) -> int:
+    """Return the step of a run's newest checkpoint, which may be damaged. The result is 0 without a checkpoint."""
+    return max(map(step_of, list_checkpoints(run_dir)), default=0)
+
+
 def best_step(steps: Collection[int], losses: Mapping[int, float]) -> set[int]:
     """Return the step in `steps` with the lowest validation loss, as a set, which is empty if no step was evaluated."""
     evaluated = {step: loss for step, loss in losses.items() if step in steps}

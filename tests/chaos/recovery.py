@@ -60,6 +60,7 @@ IN_PROGRESS = {
     "sample, on another rank": ("kill:1:10:sampled", *SAMPLES),
     "save beside later steps": ("slow:1:12:save-file,kill:0:13:decided",),
     "save beside later steps, by its writer": ("slow:0:12:save-file,kill:1:13:updated",),
+    "save at the end": ("kill:1:24:save-file-half",),
     "save that blocks": ("kill:1:12:save-file-half", "--checkpoint.asynchronous", "False"),
     "save of the best": ("kill:0:10:save-begin", *KEEP_BEST),
 }

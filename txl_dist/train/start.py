@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints, step_of
+from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints, newest_step
 from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.config.schema import paths_of_sets
@@ -397,21 +397,15 @@ def _choose_state(
     """
     stored = recovery.take_stored()
     choice = Choice(None, [])
-    if stored is None or run_on_rank0(lambda: _newest_step(plan.run_dir)) > stored.step:  # copies may be rarer
+    if stored is None or run_on_rank0(lambda: newest_step(plan.run_dir)) > stored.step:  # copies may be rarer
         if mirror is not None:
             choice = mirror.choose(resume, is_start=is_start)
         else:
             choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
-    saved_step = choice.saved.step if choice.saved else 0
-    if stored is None or saved_step > stored.step:
-        return None, choice, plan.stage_at(saved_step)
+    if stored is None or (choice.saved is not None and choice.saved.step > stored.step):
+        return None, choice, plan.stage_at(choice.saved.step if choice.saved else 0)
     # The phase that made the step may lack its last checkpoint or evaluation, so it ends before the next begins.
     return stored, Choice(None, []), plan.stage_at(stored.step - 1)
-
-
-def _newest_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint, which may be damaged. 0 without a checkpoint."""
-    return max(map(step_of, list_checkpoints(run_dir)), default=0)
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:

@@ -1,4 +1,4 @@
-"""The state from which a run continues after the loss of a rank: copies in memory, or a checkpoint."""
+"""The state from which a run continues after the loss of a rank, and the event that reports it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from txl_dist.artifacts import checkpoint_folder
 from txl_dist.train import start
 from txl_dist.train.checkpoint.read import Choice
+from txl_dist.train.checkpoint.recovery import Recovery
+from txl_dist.train.loop import TrainingRun
 from txl_dist.train.run_plan import RunPlan
 
 PHASES = [SimpleNamespace(context=SimpleNamespace(steps=steps)) for steps in (range(12), range(12, 24))]
@@ -59,3 +61,31 @@ def test_a_checkpoint_that_is_newer_than_the_copies_takes_their_place(
 
 def test_a_newer_checkpoint_that_is_damaged_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert continued(monkeypatch, tmp_path, stored=10, saved=8, damaged=11) == (10, None, 0)
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize(("max_steps", "events"), [(12, ["recovered", "done"]), (24, ["phase"])])
+def test_a_recovery_after_the_last_step_of_the_run_is_reported(
+    monkeypatch: pytest.MonkeyPatch, max_steps: int, events: list[str]
+) -> None:
+    """A recovery after the last step of a phase is reported with the next step."""
+    run: Any = object.__new__(TrainingRun)
+    for name in ("_is_best_to_keep", "_observe", "_repeat_validation", "_start_callbacks", "_report_clipping"):
+        monkeypatch.setattr(TrainingRun, name, nothing)
+    monkeypatch.setattr(TrainingRun, "_first_state", lambda self: SimpleNamespace(step=12))
+    written: list[str] = []
+    run.reporter = SimpleNamespace(write=lambda kind, record: written.append(record["event"]), close=lambda: None)
+    run.start = SimpleNamespace(step=12, stored=True, origin="copies")
+    run.recovery = Recovery()
+    run.recovery.mark_step = lambda step, *, continued_from: {"why": "SIGKILL"}
+    run.saving = SimpleNamespace(
+        is_due=lambda step: False, finish_last=nothing, finish_mirror=nothing, abandon=lambda: None
+    )
+    run.observer = SimpleNamespace(should_evaluate=lambda step: False)
+    run.evaluated, run.engine = {}, None
+    run.stopped, run.last_step, run.max_steps = False, 12, max_steps
+    run.go()
+    assert written == events

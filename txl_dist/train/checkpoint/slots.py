@@ -30,7 +30,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -231,10 +231,14 @@ class StateSlots:
         the job any more. One rank of the node gets them. `partner` keeps copies on another node. `copy` copies values
         from the device into a slot. Without it the device is the CPU.
         """
-        self._paths = [*paths, *others]
         self._copy = copy or SlotCopy()
+        self._paths = list(paths)
         self._slots = [_Slot(path, copy=self._copy) for path in paths]
-        self._others = [_Slot(path) for path in others]
+        self._others = []
+        for path in others:
+            with suppress(FileNotFoundError):  # an agent without a rank may have ended, and its slots with it
+                self._others.append(_Slot(path))
+                self._paths.append(path)
         partner_every = 1 if partner is None else partner.every
         self._num_used = num_own_slots(has_partner=partner is not None, partner_every=partner_every)
         self._share = share
@@ -396,7 +400,11 @@ class StateSlots:
             paths.update({rank: path for node, rank, path in found if node == node_name()})
         slots: list[_Slot] = []
         for rank in range(world_size):
-            whole = _Slot(paths[rank]) if rank in paths else self._fetch(Version(serial, world_size, rank), by_agent)
+            whole = None
+            with suppress(KeyError, FileNotFoundError):
+                whole = _Slot(paths[rank])
+            if whole is None:
+                whole = self._fetch(Version(serial, world_size, rank), by_agent)
             if whole is None:
                 return None
             opened.callback(whole.close)

@@ -274,6 +274,18 @@ def test_ranks_whose_earlier_version_lacks_a_part_have_none(monkeypatch: pytest.
     assert ranks.newest_of_all() == [None, None]
 
 
+def test_slots_whose_agent_has_ended_are_missing_and_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An agent without a rank may end between the plan and the opening of its slots, or while they are read."""
+    ranks = Ranks(monkeypatch, tmp_path, 4)
+    store_all(ranks, 1)
+    for path in ranks.paths[3]:
+        Path(path).unlink()
+    ranks.begin(2)
+    for path in ranks.paths[2]:
+        Path(path).unlink()
+    assert ranks.newest_of_all() == [None, None]
+
+
 def test_a_slot_grows_with_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranks = Ranks(monkeypatch, tmp_path, 1)
     store(ranks.slots[0], 1)
