@@ -2,6 +2,7 @@
 TransfoXL.
 
     python -m tools.benchmarks.decode [--against COMMIT_OR_FOLDER] [--huggingface PYTHON]
+    python -m tools.benchmarks.decode --bf16 [--size quickstart | wide]
 
 The model has the sizes of the quickstart, random weights and a vocabulary of 4,096. It runs in fp32 on one thread,
 reads the text before the first token in segments of 64 tokens, and samples tokens as `txl generate` does. Every variant
@@ -13,6 +14,8 @@ generates some more tokens.
                    transformers runs its own forward pass with mems over the exported weights. The model then has no
                    final norm, because TransfoXL has none. Both programs take the most likely token, and the tokens
                    must be equal.
+    --bf16         compares bf16 with fp32 in each case, the baseline of the case
+    --size wide    6 layers of width 512 instead of the sizes of the quickstart
 
     x by min, x by median   tokens per second, as a multiple of those of the baseline (the first row of the table)
 """
@@ -51,6 +54,19 @@ TINY_CASES = {
     "memory 8": {"rows": 1, "memory": 8, "past": 12},
     "2 rows, memory 8": {"rows": 2, "memory": 8, "past": 12},
 }
+QUICKSTART = ModelSection(
+    num_layers=4,
+    width=128,
+    num_heads=4,
+    head_width=32,
+    ff_width=512,
+    cutoffs=(512, 2048),
+    pre_norm=True,
+    final_norm=True,
+    dropout=0.0,
+)
+WIDE = QUICKSTART.model_copy(update={"num_layers": 6, "width": 512, "num_heads": 8, "head_width": 64, "ff_width": 2048})
+SIZES = {"quickstart": QUICKSTART, "wide": WIDE}
 NUM_CHECKED = 16
 """Number of generated tokens that must be equal in our program and in Hugging Face's."""
 
@@ -146,21 +162,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="COMMIT_OR_FOLDER")
     parser.add_argument("--huggingface", metavar="PYTHON")
+    parser.add_argument("--bf16", action="store_true", help="compare bf16 with fp32")
+    parser.add_argument("--size", choices=SIZES, default="quickstart", help="sizes of the model")
     parser.add_argument("--tokens", type=int, default=32, help="tokens that each row generates in a round")
     parser.add_argument("--tiny", action="store_true", help="use a tiny size that takes seconds, to try the program")
     add_measure_options(parser)
     arguments = parser.parse_args()
-    section = ModelSection(
-        num_layers=4,
-        width=128,
-        num_heads=4,
-        head_width=32,
-        ff_width=512,
-        cutoffs=(512, 2048),
-        pre_norm=True,
-        final_norm=arguments.huggingface is None,
-        dropout=0.0,
-    )
+    if arguments.bf16 and (arguments.huggingface or arguments.against):
+        parser.error("--bf16 compares with fp32 only: remove --huggingface and --against")
+    section = SIZES[arguments.size].model_copy(update={"final_norm": arguments.huggingface is None})
     cases = TINY_CASES if arguments.tiny else CASES
     alone = {case: sizes for case, sizes in cases.items() if sizes["rows"] == 1}
     job: dict[str, Any] = {"section": section.model_dump(mode="json"), "vocab_size": 4096, "segment_len": 64}
@@ -177,6 +187,8 @@ def main() -> None:
             package = unpacked(arguments.against, folder)
             workers[arguments.against] = Worker(job | {"cases": alone}, folder, python=sys.executable, package=package)
         workers["ours"] = Worker(job, folder, python=sys.executable, package=ROOT)
+        if arguments.bf16:
+            workers["ours, bf16"] = Worker(job | {"dtype": "bfloat16"}, folder, python=sys.executable, package=ROOT)
         if arguments.huggingface:
             check_agreement(workers)
         actions = {
@@ -189,8 +201,13 @@ def main() -> None:
         for worker in workers.values():
             worker.close()
     num_rows = {name: cases[name.partition(":")[0]]["rows"] for name in timings}
-    table = table_of(timings, num_rows=num_rows, num_tokens=arguments.tokens)
-    title = f"generation, quickstart's sizes, fp32, 1 thread, {arguments.rounds} rounds of {arguments.tokens} tokens"
+    table = []
+    groups = [timings]
+    if arguments.bf16:
+        groups = [{name: t for name, t in timings.items() if name.startswith(f"{case}:")} for case in cases]
+    for group in groups:
+        table += table_of(group, num_rows=num_rows, num_tokens=arguments.tokens)
+    title = f"generation, sizes {arguments.size}, 1 thread, {arguments.rounds} rounds of {arguments.tokens} tokens"
     print_table(title, table)
     if arguments.json:
         write_json(arguments.json, {title: table})

@@ -2,9 +2,9 @@
 
     decode_worker.py JOB.json     reads lines "CASE TOKENS" from standard input; answers after the tokens are generated
 
-JOB.json contains the model's settings, for Hugging Face the folder of the weights, and the cases. A case has the number
-of rows, the memory length and the number of tokens that are read before the first generated token. The worker prints
-`ready` first. Each answer is the id of the last token of the first row.
+JOB.json contains the model's settings, optionally its number type (default float32), for Hugging Face the folder of the
+weights, and the cases. A case has the number of rows, the memory length and the number of tokens that are read before
+the first generated token. The worker prints `ready` first. Each answer is the id of the last token of the first row.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def stepper(job: dict[str, Any], *, rows: int, memory: int, past: int) -> Callab
     module: Any = generate  # the module of any version of this project
     torch.manual_seed(0)
     model = TransformerXL(ModelSection.model_validate(job["section"]), vocab_size=job["vocab_size"]).eval()
+    model.to(getattr(torch, job.get("dtype", "float32")))
     lengths = {"memory_len": memory, "segment_len": job["segment_len"]}
     if not hasattr(module, "Decoder"):  # older versions have no Decoder and generate one text at a time
         assert rows == 1

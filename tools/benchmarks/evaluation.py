@@ -1,7 +1,7 @@
 """Measure the time per evaluated token: the paper's table 9 on a CPU, and our cached evaluation against the original
 code.
 
-    python -m tools.benchmarks.evaluation [--peer-original DIR] [--only paper | original]
+    python -m tools.benchmarks.evaluation [--peer-original DIR] [--only paper | original | precision]
 
 **paper** uses the model of enwik8_base (12 layers of width 512, a vocabulary of 256 bytes, random weights) and one row
 of text. Each token whose loss is computed attends to as many tokens as the attention length says, including itself.
@@ -23,6 +23,10 @@ text must agree to 1e-4.
 **original** (needs --peer-original) uses 4 layers of width 256 in fp32. It computes the losses of all tokens with a
 full memory. The losses of the original code and of ours must agree to 1e-4.
 
+**precision** compares our cached evaluation in bf16 with fp32, at 1 and 16 rows, for the sizes of the quickstart (4
+layers of width 128, segments of 64 tokens, memory 128) and for 6 layers of width 512 (segments of 128, memory 512).
+Weights are random. `loss error` is the difference of the mean losses of one segment.
+
     x by min, x by median   time per token of the first row / time per token of this row
 """
 
@@ -38,6 +42,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tools.benchmarks.decode import SIZES
 from tools.benchmarks.measuring import (
     Timing,
     add_measure_options,
@@ -221,6 +226,31 @@ def originals_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
     return table
 
 
+def precision_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Measure the table `precision`. See the module's docstring."""
+    table = []
+    vocab_size = 4096
+    cases = [("tiny", TINY, 16, 32)]
+    if not arguments.tiny:
+        cases = [("quickstart", SIZES["quickstart"], 64, 128), ("wide", SIZES["wide"], 128, 512)]
+    for size, section, segment_len, memory_len in cases:
+        for num_rows in (1, 16):
+            tokens, targets = torch.randint(vocab_size, (2, num_rows, segment_len))
+            variants = {}
+            losses = []
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+                model, _ = models(section, vocab_size, None)
+                frozen = FrozenModel(model.to(dtype))
+                run = cached(frozen, num_rows=num_rows, segment_len=segment_len, memory_len=memory_len)
+                for _ in range(memory_len // segment_len):
+                    run(tokens, targets)
+                losses.append(float(run(tokens, targets).mean()))
+                variants[name] = Variant(partial(run, tokens, targets), num_rows * segment_len)
+            facts: dict[str, object] = {"size": size, "rows": num_rows, "loss error": abs(losses[1] - losses[0])}
+            table += table_of(variants, rounds=arguments.rounds, facts=facts)
+    return table
+
+
 def main() -> None:
     """Measure the chosen tables and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -239,6 +269,8 @@ def main() -> None:
         tables["the paper's table 9: time per token, one row, fp32, 1 thread"] = papers_table(arguments)
     if arguments.only in (None, "original") and arguments.peer_original:
         tables["cached evaluation beside the original's code, fp32, 1 thread"] = originals_table(arguments)
+    if arguments.only in (None, "precision"):
+        tables["cached evaluation in fp32 and bf16, 1 thread"] = precision_table(arguments)
     for title, table in tables.items():
         print_table(title, table)
     if arguments.json:

@@ -164,13 +164,25 @@ async def converse(url: str, *, turn: list[int], output_len: int, rounds: int) -
 
 
 @contextlib.contextmanager
-def server(source: str) -> Iterator[tuple[str, psutil.Process | None]]:
+def server(source: str, *, precision: str) -> Iterator[tuple[str, psutil.Process | None]]:
     """Yield the address of the given server, or start a server and yield its address and process."""
     if source.startswith("http"):
         yield source.rstrip("/"), None
         return
     process = subprocess.Popen(
-        [sys.executable, "-m", "txl_dist", "serve", source, "--port", "0", "--max-tokens", "100000"],
+        [
+            sys.executable,
+            "-m",
+            "txl_dist",
+            "serve",
+            source,
+            "--port",
+            "0",
+            "--max-tokens",
+            "100000",
+            "--precision",
+            precision,
+        ],
         env={"OMP_NUM_THREADS": "1", **os.environ},
         stderr=subprocess.PIPE,
         text=True,
@@ -226,6 +238,7 @@ def main() -> None:
     parser.add_argument("--request-rate", type=float, default=None, help="requests per second; inf sends all at once")
     parser.add_argument("--max-concurrency", type=int, default=None, help="largest number of requests at the same time")
     parser.add_argument("--goodput", nargs="*", default=[], metavar="METRIC:MS", help="for instance ttft:200 tpot:50")
+    parser.add_argument("--precision", default="stored", help="flag --precision of the server that is started")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5, help="conversations, and runs of each case")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -233,7 +246,7 @@ def main() -> None:
     limits = {name: float(most) for name, _, most in (one.partition(":") for one in arguments.goodput)}
     if unknown := limits.keys() - set(METRICS) | {name for name in limits if name == "itl"}:
         parser.error(f"--goodput: {', '.join(sorted(unknown))} must be ttft, tpot or e2el")
-    with server(arguments.source) as (url, process):
+    with server(arguments.source, precision=arguments.precision) as (url, process):
         facts = asyncio.run(facts_of(url))
         bodies = bodies_of(arguments, vocab_size=facts.get("vocab_size", 256))
 

@@ -13,7 +13,7 @@ from txl_dist.config.registry import load_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import check_output
-from txl_dist.inference.options import SamplingParams, check_text
+from txl_dist.inference.options import InferencePrecision, SamplingParams, check_text
 
 _PIPE = Path("-")
 """Path that means standard input or standard output."""
@@ -42,6 +42,7 @@ def generate(
     load_memory: Path | None = None,
     save_memory: Path | None = None,
     device: str = "cpu",
+    precision: InferencePrecision = "stored",
     plugins: tuple[str, ...] = (),
 ) -> None:
     """Continue prompts with a bundle, a run or a checkpoint. A single text is printed token by token.
@@ -57,6 +58,7 @@ def generate(
         load_memory: Start from the memory in this file, which --save-memory wrote. The memory's text is not read again.
         save_memory: Write the model's memory after prompt and text to this file.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
+        precision: Number type of the computation. stored: the type of the bundle's weights (fp32 for a run).
         plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
@@ -95,6 +97,7 @@ def generate(
         load_memory=load_memory,
         save_memory=save_memory,
         device=device,
+        precision=precision,
     )
 
 

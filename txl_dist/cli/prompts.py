@@ -19,7 +19,7 @@ from txl_dist.console.logging import start_logging
 from txl_dist.convert.export import load
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.language_model import LanguageModel, Text
-from txl_dist.inference.options import SamplingParams
+from txl_dist.inference.options import InferencePrecision, SamplingParams
 from txl_dist.inference.scheduler import OutputChunk, Prompt
 from txl_dist.inference.text_memory import TextMemory
 from txl_dist.io.files import Record, open_text, parse_record, read_as_text
@@ -48,6 +48,7 @@ def generate_texts(
     load_memory: Path | None,
     save_memory: Path | None,
     device: str = "cpu",
+    precision: InferencePrecision = "stored",
 ) -> None:
     """Generate texts with a run, a checkpoint or a bundle, and write them.
 
@@ -60,7 +61,7 @@ def generate_texts(
     """
     start_logging()
     with _translate_write_errors(), ExitStack() as stack:
-        model = load(source, device=device)
+        model = load(source, device=device, precision=precision)
         if load_memory is None:
             memory = None
         else:

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 from txl_dist.artifacts import TRAINED, require
 from txl_dist.cli.parsing import announce, local_source
 from txl_dist.config.registry import load_plugins
+from txl_dist.inference.options import InferencePrecision
 from txl_dist.io.hub import address_of
 from txl_dist.serve.listening import listen, require_packages
 from txl_dist.serve.options import Serving
@@ -20,6 +21,7 @@ def serve(
     /,
     serving: Annotated[Serving, arg(name="")],
     device: str = "cpu",
+    precision: InferencePrecision = "stored",
     plugins: tuple[str, ...] = (),
 ) -> None:
     """Serve a bundle, a run or a checkpoint over HTTP like OpenAI's completions, with stored memories.
@@ -28,6 +30,7 @@ def serve(
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         serving: Settings of the server.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
+        precision: Number type of the computation. stored: the type of the bundle's weights (fp32 for a run).
         plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
@@ -45,4 +48,4 @@ def serve(
     from txl_dist.serve.server import run_server
 
     start_logging()
-    run_server(load(source, device=device), serving, listening, name=name)
+    run_server(load(source, device=device, precision=precision), serving, listening, name=name)

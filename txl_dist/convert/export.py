@@ -10,7 +10,9 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import torch
 
 from txl_dist.artifacts import SETTINGS, TRAINED, ArtifactKind, detect_artifact, list_checkpoints, require
 from txl_dist.config.load import Config, load_config
@@ -25,11 +27,13 @@ from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.bundle import WEIGHTS, Bundle, Package, check_device, load_bundle, read_bundle, write_bundle
 from txl_dist.inference.card import Sample, Stated
 from txl_dist.inference.language_model import LanguageModel
+from txl_dist.inference.options import InferencePrecision
 from txl_dist.io.hub import local_model
 from txl_dist.tokenizers.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.engine_probe import AVERAGE_LOSSES, read_probe
 from txl_dist.train.checkpoint.read import consolidated_weights, keep_while_reading, scores_first_tokens
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
+from txl_dist.train.engine.precision import slow_bf16_warning
 
 T = TypeVar("T")
 NOTHING_STATED = Stated()
@@ -309,21 +313,34 @@ def _check_alike(package: Package) -> None:
         )
 
 
-def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
+def load(source: str | Path, *, device: str = "cpu", precision: InferencePrecision = "stored") -> LanguageModel:
     """Open a trained model: a bundle, a checkpoint, or a run's newest complete checkpoint.
 
     A checkpoint is opened as if `txl export` had written it as a bundle in fp32. A string can be the address of a
     bundle on the Hugging Face Hub, hf://OWNER/NAME[@REVISION]. That bundle is downloaded.
 
+    `precision` is the number type in which the model computes: stored (the type of the bundle's weights), fp32 or bf16.
+    A warning is logged if the device is slow in bf16.
+
     Raises CheckpointError if no complete checkpoint is found. Raises ConfigError if `source` is neither a bundle,
-    a checkpoint nor a run, or if the device does not exist.
+    a checkpoint nor a run, or if the device or the precision does not exist.
     """
+    if precision not in get_args(InferencePrecision):
+        raise ConfigError(f"precision={precision!r:.200}: it must be {', '.join(get_args(InferencePrecision))}.")
     path = local_model(source)
     device = check_device(device)
     if require(path, *TRAINED) is ArtifactKind.BUNDLE:
-        return LanguageModel(load_bundle(path, device=device))
+        bundle = load_bundle(path, device=device)
+        if precision not in ("stored", bundle.dtype):
+            bundle = bundle.open(precision, device=device, where=str(path))
+    else:
+        dtype = "fp32" if precision == "stored" else precision
 
-    def open_trained(trained: Trained) -> Bundle:
-        return trained.package.open(device=device, where=str(trained.folder))
+        def open_trained(trained: Trained) -> Bundle:
+            return trained.package.open(dtype, device=device, where=str(trained.folder))
 
-    return LanguageModel(use_trained(path, open_trained))
+        bundle = use_trained(path, open_trained)
+    slow = slow_bf16_warning(bundle.dtype, torch.device(device))
+    if slow:
+        logger.warning(slow)
+    return LanguageModel(bundle)

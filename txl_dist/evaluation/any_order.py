@@ -100,7 +100,7 @@ def score_any_order(
         require_same([target])
         plans = run_on_all_ranks(lambda: _plans(split, rows, overrides, ranks=ranks))
         total = sum(plan.num_passes * pass_tokens(plan.text, ranks) for plan in plans)
-        opener = ModelOpener(target)
+        opener = ModelOpener(target, overrides.precision, device=ranks.device)
         results: dict[str, Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
             for plan in plans:

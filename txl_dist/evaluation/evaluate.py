@@ -158,7 +158,10 @@ def _write_files(outputs: Outputs, scores: Scores, results: dict[str, Result], s
 def _where_line(target: Target, split: Split, config: Config, overrides: Overrides) -> str:
     """Return a line that says which model was scored, in how many lanes, and by which protocol."""
     num_lanes = config.eval.num_lanes
+    where = target.where
+    if overrides.precision != "stored":
+        where += f", in {overrides.precision}"
     if overrides.peer is None:
-        return f"scored: {target.where}, as {counted(min(num_lanes, split.tokens - 1), 'lane')}"
+        return f"scored: {where}, as {counted(min(num_lanes, split.tokens - 1), 'lane')}"
     protocol = f"by the protocol {overrides.protocol} ({overrides.peer.source})"
-    return f"scored: {target.where}, as {counted(num_lanes, 'lane')}, {protocol}"
+    return f"scored: {where}, as {counted(num_lanes, 'lane')}, {protocol}"

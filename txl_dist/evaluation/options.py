@@ -14,6 +14,7 @@ from pydantic import Field
 from txl_dist.config.flags import Rule, check_bounds
 from txl_dist.console.formatting import flag_of
 from txl_dist.errors import ConfigError
+from txl_dist.inference.options import InferencePrecision
 
 _MOST = 1 << 20
 """Largest allowed number of tokens or lanes in an option. It is larger than any useful value, and smaller than the
@@ -76,6 +77,8 @@ class Overrides:
     """Start with a memory of zeros, which queries attend to (Hugging Face, TensorFlow)."""
     without_memory: bool = False
     """Also score without memory, to show the gain from memory."""
+    precision: InferencePrecision = "stored"
+    """Number type of the computation. stored: the type of the bundle's weights (fp32 for a run)."""
     accuracy: bool = False
     """Also report the share of targets that are the most probable token, except with --adapt."""
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from txl_dist.config.load import Config, check_config, config_from_dict, values_to_give
@@ -35,8 +36,10 @@ from txl_dist.evaluation.log_probs import LogProbs
 from txl_dist.evaluation.options import CROP_SEED, NUM_CROP_BATCHES, AdaptationOptions, Outputs, Overrides
 from txl_dist.evaluation.target import Target, require_same
 from txl_dist.inference.kv_cache import is_out_of_memory
+from txl_dist.inference.options import InferencePrecision
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine.precision import slow_bf16_warning
 from txl_dist.train.report.evaluation_loss import Evaluation, ScoredPart, evaluate_stream
 
 Result = dict[str, Any]
@@ -227,7 +230,7 @@ def score_model(
         for plan in distinct_plans.values():
             total += plan.num_passes(adaptation) * pass_tokens(plan.cut, ranks)
 
-        model_opener = ModelOpener(target)
+        model_opener = ModelOpener(target, overrides.precision, device=ranks.device)
         log_probs: LogProbs | None = None
         results: dict[tuple[int, ...], Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
@@ -337,18 +340,23 @@ def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overri
 class ModelOpener:
     """Opener of the scored model. It builds the model again only if the next row needs other model settings."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, precision: InferencePrecision, *, device: torch.device) -> None:
+        """Open models of `target` in a precision. Warns if the device is slow in this precision."""
         self._target = target
         self._model = target.bundle.model
         self._dtype = target.bundle.dtype
+        self._default_dtype = self._dtype if precision == "stored" else precision
+        slow = slow_bf16_warning(self._default_dtype, device)
+        if slow:
+            warn_for_all(slow)
 
     def open(self, section: ModelSection, *, dtype: str = "") -> TransformerXL:
         """Return the model with these settings. Layers cannot change their settings, so other settings need a new
         model.
 
-        `dtype` is the number type of the weights. Empty means the type of the target's weights.
+        `dtype` is the number type of the weights. Empty means the evaluation's precision.
         """
-        dtype = dtype or self._target.bundle.dtype
+        dtype = dtype or self._default_dtype
         if section != self._model.section or dtype != self._dtype:
             bundle = dataclasses.replace(self._target.bundle, section=section)
             self._model = bundle.open(dtype, where=self._target.where).model

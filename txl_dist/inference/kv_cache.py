@@ -682,7 +682,10 @@ class FrozenModel:
         query = content_query.reshape(N * B, 1, H)
         key = key_NBKH.flatten(0, 1)
         value = value_NBKH.flatten(0, 1)
-        scores = torch.baddbmm(scores_NBK.view(N * B, 1, K), query, key.transpose(1, 2))
+        if scores_NBK.is_cuda or scores_NBK.dtype == at_least_fp32(scores_NBK.dtype):
+            scores = torch.baddbmm(scores_NBK.view(N * B, 1, K), query, key.transpose(1, 2))
+        else:  # in half precision torch copies the keys first, and transposed keys are slow to copy
+            scores = torch.baddbmm(scores_NBK.view(N * B, K, 1), key, query.transpose(1, 2)).transpose(1, 2)
         probabilities = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
         return torch.bmm(probabilities, value).view(N, B, 1, H)
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
@@ -16,6 +16,9 @@ from txl_dist.console.formatting import flag_of
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
+InferencePrecision = Literal["stored", "fp32", "bf16"]
+"""Number type in which a network runs. stored: the type of the bundle's weights. Runs, checkpoints and int8 bundles
+then run in fp32."""
 MOST_TOKENS = 10**9
 """Largest value of `max_tokens`. A larger number raises an error, because it is probably a typing mistake."""
 

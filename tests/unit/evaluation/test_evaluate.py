@@ -26,10 +26,13 @@ from txl_dist.evaluation.evaluate import evaluate_trained
 from txl_dist.evaluation.options import Outputs, Overrides
 from txl_dist.evaluation.scoring import Scores
 from txl_dist.inference.kv_cache import FrozenModel
+from txl_dist.inference.options import InferencePrecision
 from txl_dist.inference.probe import log_probabilities
 from txl_dist.model.memory import attended, build_mask, empty_memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.report.pictures import chart_over_lengths
+from txl_dist.train.engine import precision as precision_file
+from txl_dist.train.engine.precision import Bf16Support
 
 POSITIONS: dict[str, dict[str, Any]] = {
     "relative": {},
@@ -624,3 +627,31 @@ def test_a_picture_has_the_first_length_that_differs_along_its_axis_and_a_line_f
     assert alone is not None
     assert (alone.x_label, [line.label for line in alone.lines]) == ("tokens of segment", [""])
     assert chart_over_lengths({"model": {"memory_len": 8, "loss": 1.0}, "order 0": {"loss": 2.0}}) is None
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_an_evaluation_in_bf16_is_near_that_in_fp32_and_warns_where_bf16_is_emulated(
+    made: Made, has_bf16: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if has_bf16:
+        monkeypatch.setattr(precision_file, "bf16_support", lambda device: Bf16Support(True, "AMX"))
+    else:
+        monkeypatch.setattr(precision_file, "bf16_instructions", lambda: "")
+    loss = evaluated(made)["model"]["loss"]
+    assert evaluated(made, precision="fp32")["model"]["loss"] == loss
+    assert "in bf16" not in capsys.readouterr().err
+    in_bf16 = evaluated(made, precision="bf16")["model"]["loss"]
+    assert 0 < abs(in_bf16 - loss) <= 0.02 * loss
+    assert ("inference in bf16 is slower than in fp32 here" in capsys.readouterr().err) is not has_bf16
+
+
+def test_the_line_of_the_model_names_a_precision_that_was_asked_for(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    cases: list[tuple[InferencePrecision, str]] = [("fp32", ", in fp32, as 1 lane"), ("stored", ", as 1 lane")]
+    for precision, words in cases:
+        overrides = Overrides(num_lanes=1, precision=precision)
+        lines = evaluate_trained(
+            made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, outputs=Outputs()
+        )
+        assert lines[0].endswith(words)
+        assert (", in " in lines[0]) is (precision != "stored")

@@ -18,10 +18,12 @@ from tests.helpers.models import tiny_section
 from txl_dist.cli.main import main
 from txl_dist.config.load import load_config
 from txl_dist.console import formatting as tables
+from txl_dist.console.logging import start_logging
 from txl_dist.convert.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import DTYPES, PROBE_TOLERANCE, Package, load_bundle, write_bundle
 from txl_dist.inference.language_model import LanguageModel
+from txl_dist.inference.options import InferencePrecision
 from txl_dist.inference.probe import probe_of
 from txl_dist.inference.weights import STORED
 from txl_dist.io.manifest import describe_file, files_of, write_manifest
@@ -29,6 +31,8 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.training import train_tokenizer
 from txl_dist.tokenizers.word_tokenizer import WordTokenizer
+from txl_dist.train.engine import precision as precision_file
+from txl_dist.train.engine.precision import Bf16Support
 
 MEMORY_LEN = 16
 CHECKED = ["MANIFEST.json", "card.json", "config.json", "model.safetensors", "probe.safetensors", "tokenizer.json"]
@@ -447,3 +451,45 @@ def test_a_model_whose_vocabulary_has_no_end_of_text_needs_a_prompt_and_never_st
         lm.generate("", max_tokens=2)
     for seed in range(5):
         assert len(words.encode(lm.generate("3 1", max_tokens=40, seed=seed).text)) == 40
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "int8"])
+def test_a_bundle_of_any_type_runs_in_the_precision_that_is_asked_for(
+    tmp_path: Path, tokenizer: Tokenizer, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision_file, "bf16_support", lambda device: Bf16Support(True, "AMX"))
+    write(tmp_path / "bundle", tokenizer, dtype=stored)
+    as_stored = txl_dist.load(tmp_path / "bundle")
+    expected = as_stored.score("the dog sat")
+    asked: tuple[InferencePrecision, ...] = ("fp32", "bf16")
+    for precision in asked:
+        lm = txl_dist.load(tmp_path / "bundle", precision=precision)
+        assert {parameter.dtype for parameter in lm.network.parameters()} == {DTYPES[precision]}
+        assert (lm.score("the dog sat") - expected).abs().max() <= PROBE_TOLERANCE["bf16"] * 5
+        assert len(lm.generate("the ", max_tokens=3).ids) == 3
+    assert as_stored.network.embedding.weight(0).dtype == DTYPES.get(stored, torch.float32)
+
+
+@pytest.mark.parametrize(("stored", "precision"), [("fp32", "bf16"), ("bf16", "stored")])
+def test_a_device_that_emulates_bf16_is_named_in_a_warning(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    stored: str,
+    precision: InferencePrecision,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(precision_file, "bf16_instructions", lambda: "")
+    write(tmp_path / "bundle", tokenizer, dtype=stored)
+    start_logging()
+    txl_dist.load(tmp_path / "bundle", precision=precision)
+    warning = "inference in bf16 is slower than in fp32 here: the processor has neither AMX nor AVX-512 BF16"
+    assert f"{warning}. Use --precision fp32" in capsys.readouterr().err
+    txl_dist.load(tmp_path / "bundle", precision="fp32")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_precision_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    precision: Any = "fp8"
+    with pytest.raises(ConfigError, match="precision='fp8': it must be stored, fp32, bf16"):
+        txl_dist.load(tmp_path, precision=precision)

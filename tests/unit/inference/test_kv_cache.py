@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.models import POSITIONS, RECURRENT, VARIANTS, VOCAB_SIZE, random_tokens, tiny_model
 from tests.helpers.naive_model import NaiveModel
 from txl_dist.errors import ConfigError
+from txl_dist.inference.bundle import PROBE_TOLERANCE
 from txl_dist.inference.kv_cache import BLOCK_LEN, FrozenModel, KVCache
 from txl_dist.model.memory import EMPTY, Memory, attended
 from txl_dist.model.transformer_xl import TransformerXL
@@ -440,3 +441,41 @@ def test_ids_of_the_tiny_vocabulary_have_a_distribution() -> None:
     log_p_SV = frozen.log_probabilities(hidden_BTD.flatten(0, 1))
     assert log_p_SV.shape == (6, VOCAB_SIZE)
     assert (log_p_SV.exp().sum(1) - 1).abs().max() <= 1e-6
+
+
+class _TransposedKeys(TorchDispatchMode):
+    """Counts the products of queries and keys whose keys are read across the rows of the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_products = 0
+        self.num_transposed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.baddbmm.default:
+            self.num_products += 1
+            key = max(args[1:], key=Tensor.numel)
+            self.num_transposed += key.stride(-1) != 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_single_tokens_in_bf16_read_keys_by_rows_and_give_the_losses_of_fp32(name: str) -> None:
+    """torch copies keys in bf16 before a product on a CPU, and copies them slowly if they are transposed."""
+    model = tiny_model(dtype=torch.bfloat16, **RECURRENT[name]).eval()
+    tokens_BS = random_tokens(2, 40)
+    losses = []
+    for dtype in (torch.bfloat16, torch.float32):
+        frozen = FrozenModel(model.to(dtype))
+        ring = frozen.ring(num_rows=2, memory_len=12)
+        nlls = []
+        with _TransposedKeys() as products:
+            for position in range(39):
+                hidden_B1D = frozen.run(tokens_BS[:, position : position + 1], ring)
+                nlls.append(frozen.losses(hidden_B1D, tokens_BS[:, position + 1 : position + 2]))
+        assert products.num_products == 39 * model.section.num_layers
+        if dtype == torch.bfloat16:
+            assert products.num_transposed == 0
+        losses.append(torch.cat(nlls, dim=1))
+    largest = float(losses[1].max())
+    assert (losses[0] - losses[1]).abs().max() <= PROBE_TOLERANCE["bf16"] * max(5.0, largest)

@@ -102,6 +102,15 @@ def test_generation_is_timed_alone_and_in_batches(run: Run, tmp_path: Path) -> N
     assert all(float(str(row["tokens per s"])) > 0 for row in table)
 
 
+def test_generation_in_bf16_is_timed_beside_fp32_in_each_case(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "decode.json"
+    run("decode", "--tiny", "--rounds", "1", "--tokens", "2", "--bf16", "--json", str(file))
+    (table,) = tables_in(file).values()
+    cases = ["memory 8: ours", "memory 8: ours, bf16", "2 rows, memory 8: ours", "2 rows, memory 8: ours, bf16"]
+    assert [row["case"] for row in table] == cases
+    assert [row["x by min"] for row in table[::2]] == [1.0, 1.0]
+
+
 def test_a_commit_that_there_is_not_is_no_base_line() -> None:
     result = python("-m", "tools.benchmarks.decode", "--tiny", "--against", "no-such-commit", cwd=ROOT)
     assert result.returncode == 1
@@ -111,9 +120,12 @@ def test_a_commit_that_there_is_not_is_no_base_line() -> None:
 def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
     run("evaluation", "--tiny", "--rounds", "1", "--lengths", "24", "--tokens", "8", "--json", str(file))
-    (table,) = tables_in(file).values()
+    table, of_precision = tables_in(file).values()
     assert [row["variant"] for row in table] == ["vanilla, fused", "vanilla, plain", "recurrence", "cached"]
     assert all(float(str(row["loss error"])) < 1e-5 for row in table)
+    rows = [(row["rows"], row["variant"]) for row in of_precision]
+    assert rows == [(1, "fp32"), (1, "bf16"), (16, "fp32"), (16, "bf16")]
+    assert all(0 < float(str(row["loss error"])) < 0.01 for row in of_precision)
 
 
 def test_a_server_is_measured_with_vllms_names(run: Run, tmp_path: Path) -> None:
@@ -130,7 +142,7 @@ def test_a_server_is_measured_with_vllms_names(run: Run, tmp_path: Path) -> None
     assert told.keys() >= set(names)
     assert told.keys() >= {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in VLLMS}
     words += ["--request-rate", "200", "--goodput", "ttft:100000", "e2el:0.0001"]
-    run("serve", str(bundle), *words)
+    run("serve", str(bundle), *words, "--precision", "bf16")
     told = json.loads((tmp_path / "serve.json").read_text(encoding="utf-8"))
     assert (told["request_rate"], told["request_goodput"]) == (200.0, 0.0)
 

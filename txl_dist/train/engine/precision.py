@@ -118,6 +118,16 @@ def bf16_support(device: torch.device) -> Bf16Support:
     return cpu_support(bf16_instructions(), measure_speedup=product_speedup)
 
 
+def slow_bf16_warning(dtype: str, device: torch.device) -> str:
+    """Return a warning if inference in the number type `dtype` is slow on a device, otherwise an empty string."""
+    if dtype != "bf16":
+        return ""
+    support = bf16_support(device)
+    if support.is_fast:
+        return ""
+    return f"inference in bf16 is slower than in fp32 here: {support.reason}. Use --precision fp32"
+
+
 def gpu_support(capability: tuple[int, int]) -> Bf16Support:
     """Return whether a GPU of this compute capability has bf16."""
     major, minor = capability
