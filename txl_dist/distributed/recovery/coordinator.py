@@ -323,6 +323,7 @@ class Coordinator:
         """Note that a rank has no process any more. Returns None if the job ends."""
         loss = Loss(lost.rank, lost.host, lost.pid, cause, status.step, status.phase, round(status.silent_s, 3))
         lost.is_alive = False
+        lost.ready = 0  # the others may wait for it in this same generation
         lost.kill = ""
         lost.status = None
         if self.is_ended:

@@ -469,6 +469,25 @@ def test_a_job_that_waits_ends_when_it_is_asked_to_stop() -> None:
     assert "asked to stop by SIGTERM while it waited for rank 1 on b" in job.coordinator.lines[-1]
 
 
+def test_ranks_do_not_meet_without_a_rank_that_was_ready_when_its_agent_was_lost() -> None:
+    job = Job("abc", on_loss="wait")
+    job.lose(2)
+    for rank in (0, 1):
+        job.tell(rank, "ready", generation=2, port=7)
+    job.lose_agent(1)
+    job.tell(2, "started", pid=30)
+    job.told()
+    job.tell(2, "ready", generation=2, port=0)
+    assert job.kinds() == []
+    job.tick(1, heard="02")
+    assert "the job waits for rank 1 on b" in job.coordinator.lines[-1]
+    job.greet(1, "b")
+    job.told()
+    for rank in range(3):
+        job.tell(rank, "ready", generation=3, port=7)
+    assert [kind for _, kind in job.kinds()] == ["meet"] * 3
+
+
 def test_a_job_whose_replacement_is_missing_for_long_ends_when_it_is_asked_to_stop() -> None:
     job = Job(on_loss="wait")
     job.lose(2)
