@@ -162,6 +162,25 @@ def test_the_same_loss_twice_ends_the_job_with_its_reason() -> None:
     assert "The same happened before at this step" in job.coordinator.lines[-1]
 
 
+@pytest.mark.parametrize("kind", ["frozen", "hung"])
+def test_a_rank_that_freezes_or_hangs_twice_at_a_step_ends_the_job_however_long_it_took(kind: str) -> None:
+    job = Job()
+    for seconds in (1, 2):
+        for rank in range(3):
+            is_stuck = rank == 1
+            stopped_s = LIMIT_S + seconds if kind == "hung" else 6.0 + seconds
+            silent_s = stopped_s if kind == "frozen" and is_stuck else 0.1
+            job.status(rank, silent_s=silent_s, idle_s=stopped_s, waits=not is_stuck)
+        job.tick()
+        assert (1, "kill") in job.kinds()
+        job.lose(1)
+        assert kind in job.coordinator.lines[-1]
+        for rank in range(3):
+            job.tell(rank, "ready", generation=2, port=7)
+        job.now_s += 2 * LIMIT_S
+    assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
 def test_the_same_loss_after_a_finished_step_is_a_new_one() -> None:
     job = Job()
     job.lose(1)
