@@ -202,7 +202,7 @@ class Coordinator:
                 return
             why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
             if not self._is_complete:
-                self._end(why)
+                self.end(why)
                 return
             status = lost.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
             lost.is_unfilled = True
@@ -226,6 +226,13 @@ class Coordinator:
         """Note that the caller did not run for so many seconds. No agent counts as silent because of this pause."""
         for agent in self._agents.values():
             agent.heard_s = min(now_s, agent.heard_s + seconds)
+
+    def end(self, reason: str) -> None:
+        """End the job, and print the reason."""
+        if not self.is_ended:
+            self.is_ended = True
+            self.lines.append(f"the job ends: {reason}. The same command continues from the last checkpoint")
+            self._send_to_all({"kind": "end", "code": HANG, "reason": reason})
 
     def _hear(self, number: int, message: Message, now_s: float) -> None:
         """Note the status of an agent, and confirm it if the agent asks for that."""
@@ -354,7 +361,7 @@ class Coordinator:
         elif not reason and any(agent.has_left for agent in self._ranked.values()):
             reason = f"{loss}, after another rank had ended"
         if reason:
-            self._end(reason)
+            self.end(reason)
             return None
         return loss
 
@@ -385,7 +392,7 @@ class Coordinator:
             if self._has_met:
                 self._plan(now_s)
         else:
-            self._end(why)
+            self.end(why)
 
     def _move(self, missing: Sequence[_Agent], free: Sequence[_Agent], now_s: float) -> None:
         """Give each missing rank to a free agent. There are enough of them."""
@@ -514,7 +521,7 @@ class Coordinator:
             self.outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
         elif not self._has_met:
             agent = self._agents[number]
-            self._end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
+            self.end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
 
     def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
@@ -550,7 +557,7 @@ class Coordinator:
             missing = [agent for agent in self._ranked.values() if not agent.is_alive]
         where = ", ".join(f"rank {agent.rank} on {agent.host}" for agent in missing)
         if missing and self._stop and not self.is_ended:
-            self._end(f"it was asked to stop by {self._stop} while it waited for {where}")
+            self.end(f"it was asked to stop by {self._stop} while it waited for {where}")
         elif unfilled and now_s >= self._say_s and not self.is_ended:
             self._say_s = now_s + SAY_EVERY_S
             waited_min = round((now_s - self._planned_s) / 60)
@@ -591,13 +598,6 @@ class Coordinator:
         if agent.rank >= 0 and not agent.kill:
             agent.kill = why
             self.outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
-
-    def _end(self, reason: str) -> None:
-        """End the job, and print the reason."""
-        if not self.is_ended:
-            self.is_ended = True
-            self.lines.append(f"the job ends: {reason}. The same command continues from the last checkpoint")
-            self._send_to_all({"kind": "end", "code": HANG, "reason": reason})
 
     def _send_to_all(self, message: Message) -> None:
         for number in self._agents:

@@ -13,12 +13,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, end_when_unreachable, listen
 from txl_dist.distributed.processes import process_of
 from txl_dist.distributed.recovery.coordinator import Coordinator
+from txl_dist.errors import in_one_line
 
 TICK_S = 0.2
 """Seconds between two judgements of the coordinator, if no message arrives."""
@@ -59,6 +61,16 @@ class CoordinatorServer:
                     os.kill(process.pid, signal.SIGKILL)
 
     def _run(self) -> None:
+        """Serve the agents. A fault of the coordinator ends the job, because nobody would notice a later loss."""
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001  whatever it is, the job must not go on without a coordinator
+            with suppress(OSError):  # the terminal is gone
+                echo(traceback.format_exc(), to=sys.stderr, flush=True)
+            self._coordinator.end(f"the coordinator of recovery has failed ({in_one_line(error)})")
+            self._serve()
+
+    def _serve(self) -> None:
         last_s = time.monotonic()
         while not self._closing.is_set():
             ready = self._selector.select(TICK_S)
