@@ -112,7 +112,7 @@ class _Agent:
 
 
 class Coordinator:
-    """State machine of recovery. The caller delivers the messages in `outbox` after each call.
+    """State machine of recovery. The caller delivers the messages of `take_messages` after each call, or each few.
 
     Agents have the numbers that the launcher gave to their processes. At the start these are the ranks.
     """
@@ -126,8 +126,6 @@ class Coordinator:
         more than `max_in_row` failed generations without a finished step between them. `on_loss` says what happens when
         a rank cannot be replaced: stop, wait or shrink. A smaller number of ranks must divide `max_ranks`.
         """
-        self.outbox: list[tuple[int, Message]] = []
-        """Messages to deliver: (number of the agent, message)."""
         self.lines: list[str] = []
         """Lines for people that the caller prints."""
         self.dropped: list[int] = []
@@ -143,6 +141,8 @@ class Coordinator:
         self._on_loss = on_loss
         self._max_ranks = max_ranks
         self._agents: dict[int, _Agent] = {}
+        self._outbox: list[tuple[int, Message]] = []
+        self._plan_at: int | None = None  # place in `_outbox` of the plans that are due
         self._losses: list[Loss] = []  # since the ranks have last finished a step that no lost rank had begun before
         self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
         self._num_failed = 0  # generations that lost a rank since then
@@ -156,6 +156,18 @@ class Coordinator:
         self._port = 0
         self._say_s = 0.0  # time of the next line about ranks that the job waits for
         self._stop = ""  # request to stop the job, for instance SIGTERM
+
+    def take_messages(self) -> list[tuple[int, Message]]:
+        """Return the messages to deliver since the last call: (number of the agent, message).
+
+        Losses that were noticed since then have one plan together. So the plans of many losses cost little.
+        """
+        if self._plan_at is not None and not self.is_ended:
+            self._outbox[self._plan_at : self._plan_at] = self._plans()
+        self._plan_at = None
+        messages = self._outbox
+        self._outbox = []
+        return messages
 
     def receive(self, number: int, message: Message, now_s: float) -> None:
         """Act on a message of an agent. Raises KeyError, TypeError or ValueError for malformed messages."""
@@ -241,7 +253,7 @@ class Coordinator:
         agent.heard_s = now_s
         if "sent_s" in message and now_s >= agent.confirmed_s + HEARD_EVERY_S:
             agent.confirmed_s = now_s
-            self.outbox.append((number, {"kind": "heard", "sent_s": message["sent_s"]}))
+            self._outbox.append((number, {"kind": "heard", "sent_s": message["sent_s"]}))
         if agent.is_silent:
             agent.is_silent = False
             self.lines.append(f"agent {number} on {agent.host} answers again")
@@ -291,7 +303,7 @@ class Coordinator:
             self._is_complete = len(self._ranked) == self._world_size
             return
         agent.is_alive = False
-        self.outbox.append((number, {"kind": "welcome"}))
+        self._outbox.append((number, {"kind": "welcome"}))
         self.lines.append(f"agent {number} on {agent.host} has joined the job")
         if earlier is not None and earlier.rank >= 0:
             agent.rank = earlier.rank
@@ -308,7 +320,7 @@ class Coordinator:
         agent.pid = pid
         agent.is_unfilled = False
         if agent.rank < 0:
-            self.outbox.append((number, {"kind": "kill", "dump": False}))
+            self._outbox.append((number, {"kind": "kill", "dump": False}))
             return
         agent.is_alive = True
         agent.started_s = now_s
@@ -433,36 +445,46 @@ class Coordinator:
         self._plan(now_s)
 
     def _plan(self, now_s: float) -> None:
-        """Send the next generation to all agents."""
+        """Begin the next generation. All agents get its plan with the next messages."""
         self.generation += 1
         self._planned_s = now_s
         self._has_met = False
+        self._plan_at = len(self._outbox)
+
+    def _plans(self) -> list[tuple[int, Message]]:
+        """Return the plan of this generation for each agent."""
         ranked = self._ranked
-        host_of_rank0 = self._host_of_rank0()
+        ranks_of: dict[str, list[int]] = {}
+        for agent in ranked.values():
+            ranks_of.setdefault(agent.node, []).append(agent.rank)
         idle = [
             (self._host_of(agent), *agent.partner)
             for agent in self._agents.values()
-            if agent.is_idle and agent.partner and now_s - agent.heard_s <= self._silent_s / 2
+            if agent.is_idle and agent.partner and self._planned_s - agent.heard_s <= self._silent_s / 2
         ]
+        common = {
+            "kind": "plan",
+            "generation": self.generation,
+            "losses": list(self._planned),
+            "repeat_until": self._repeat_until,
+            "began_s": self._began_s,
+            "world_size": len(ranked),
+            "host": self._host_of_rank0(),
+            "idle": idle,
+            "holder": self._agents[0].seat,
+        }
+        plans = []
         for number, agent in self._agents.items():
-            neighbours = [other.rank for other in ranked.values() if other.node == agent.node]
+            neighbours = ranks_of.get(agent.node, [])
             is_first = bool(neighbours) and agent.rank == neighbours[0]
-            plan = {
-                "kind": "plan",
-                "generation": self.generation,
-                "losses": self._planned,
-                "repeat_until": self._repeat_until,
-                "began_s": self._began_s,
+            own = {
                 "rank": agent.rank,
-                "world_size": len(ranked),
                 "local_rank": neighbours.index(agent.rank) if agent.rank >= 0 else -1,
                 "local_size": len(neighbours),
-                "host": host_of_rank0,
                 "others": self._idle_seats(agent.node) if is_first else [],
-                "idle": idle,
-                "holder": self._agents[0].seat,
             }
-            self.outbox.append((number, plan))
+            plans.append((number, common | own))
+        return plans
 
     def _host_of_rank0(self) -> str:
         return self._host_of(next(iter(self._ranked.values())))
@@ -518,7 +540,7 @@ class Coordinator:
         elif all(agent.has_left for agent in self._ranked.values()) and not self.is_ended:
             self.is_ended = True
             idle = [other for other, agent in self._agents.items() if agent.rank < 0]
-            self.outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
+            self._outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
         elif not self._has_met:
             agent = self._agents[number]
             self.end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
@@ -597,13 +619,13 @@ class Coordinator:
         agent = self._agents[number]
         if agent.rank >= 0 and not agent.kill:
             agent.kill = why
-            self.outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
+            self._outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
 
     def _send_to_all(self, message: Message) -> None:
         for number in self._agents:
-            self.outbox.append((number, message))
+            self._outbox.append((number, message))
 
     def _send_to_node(self, node: str, message: Message) -> None:
         """Send a message to the first agent of a node, which has the spare."""
         first = min(number for number, agent in self._agents.items() if agent.node == node and agent.is_connected)
-        self.outbox.append((first, message))
+        self._outbox.append((first, message))

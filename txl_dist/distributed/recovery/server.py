@@ -23,9 +23,9 @@ from txl_dist.distributed.recovery.coordinator import Coordinator
 from txl_dist.errors import in_one_line
 
 TICK_S = 0.2
-"""Seconds between two judgements of the coordinator, if no message arrives."""
+"""Seconds between two judgements of the coordinator. Each one looks at all ranks."""
 PAUSED_S = 1.0
-"""Seconds between two judgements above which this process was stopped or had no processor."""
+"""Seconds between two turns of the thread above which this process was stopped or had no processor."""
 
 
 class CoordinatorServer:
@@ -71,9 +71,9 @@ class CoordinatorServer:
             self._serve()
 
     def _serve(self) -> None:
-        last_s = time.monotonic()
+        last_s = next_tick_s = time.monotonic()
         while not self._closing.is_set():
-            ready = self._selector.select(TICK_S)
+            ready = self._selector.select(max(0.0, next_tick_s - time.monotonic()))
             now_s = time.monotonic()
             if now_s > last_s + PAUSED_S:
                 self._coordinator.excuse(now_s - last_s, now_s)
@@ -83,7 +83,10 @@ class CoordinatorServer:
                     self._accept()
                 else:
                     self._hear(key.data)
-            self._coordinator.tick(time.monotonic())
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._coordinator.tick(now_s)
             self._deliver()
 
     def _accept(self) -> None:
@@ -122,13 +125,13 @@ class CoordinatorServer:
             with suppress(OSError):  # the terminal is gone
                 echo(f"txl: recovery: {line}", to=sys.stderr, flush=True)
         self._coordinator.lines.clear()
-        while self._coordinator.outbox:
-            number, message = self._coordinator.outbox.pop(0)
-            for connection in self._connections_of(number):
-                try:
-                    connection.send(message)
-                except OSError:
-                    self._drop(connection)
+        while messages := self._coordinator.take_messages():
+            for number, message in messages:
+                for connection in self._connections_of(number):
+                    try:
+                        connection.send(message)
+                    except OSError:
+                        self._drop(connection)
         while self._coordinator.dropped:
             for connection in self._connections_of(self._coordinator.dropped.pop(0)):
                 self._drop(connection)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from txl_dist.distributed.connection import MAX_LINE_BYTES
 from txl_dist.distributed.recovery.coordinator import READY_S, REPLACED_S, Coordinator
 from txl_dist.distributed.recovery.verdicts import PER_HOUR
 from txl_dist.errors import HANG
@@ -53,9 +55,7 @@ class Job:
 
     def told(self) -> list[tuple[int, dict[str, Any]]]:
         """What was sent since this was last asked."""
-        messages = list(self.coordinator.outbox)
-        self.coordinator.outbox.clear()
-        return messages
+        return self.coordinator.take_messages()
 
     def kinds(self) -> list[tuple[int, str]]:
         return [(rank, message["kind"]) for rank, message in self.told()]
@@ -215,6 +215,18 @@ def test_all_ranks_at_once_are_one_failure() -> None:
         job.lose(rank)
     assert not job.coordinator.is_ended
     assert job.kinds().count((0, "replace")) == 3
+
+
+def test_ranks_lost_at_once_get_one_plan_and_its_line_fits_for_1000_ranks() -> None:
+    """The agents of a node have the same letter here."""
+    job = Job("".join(chr(ord("a") + number // 8) for number in range(1000)))
+    for rank in range(1000):
+        job.lose(rank, step=123_456)
+    plans = [(number, message) for number, message in job.told() if message["kind"] == "plan"]
+    assert [number for number, _ in plans] == list(range(1000))
+    assert {len(plan["losses"]) for _, plan in plans} == {1000}
+    assert (plans[-1][1]["rank"], plans[-1][1]["local_rank"], plans[-1][1]["local_size"]) == (999, 7, 8)
+    assert 5 * len(json.dumps(plans[0][1])) < MAX_LINE_BYTES  # names of hosts may be longer
 
 
 def test_ranks_lost_at_once_are_one_recovery_of_the_hour() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from txl_dist.distributed.connection import Connection
+from txl_dist.distributed.connection import Connection, Message
 from txl_dist.distributed.recovery.coordinator import Coordinator
-from txl_dist.distributed.recovery.server import CoordinatorServer
+from txl_dist.distributed.recovery.server import TICK_S, CoordinatorServer
 from txl_dist.errors import HANG
 
 
@@ -21,6 +22,23 @@ class Broken(Coordinator):
         """Fail as soon as all agents are known."""
         if self._is_complete and not self.is_ended:
             raise AssertionError("a fault of the coordinator")
+
+
+class Counting(Coordinator):
+    """Coordinator that counts its judgements and the statuses that it gets."""
+
+    num_ticks = 0
+    num_statuses = 0
+
+    def tick(self, now_s: float) -> None:
+        """Count a judgement."""
+        self.num_ticks += 1
+        super().tick(now_s)
+
+    def receive(self, number: int, message: Message, now_s: float) -> None:
+        """Count a status."""
+        super().receive(number, message, now_s)
+        self.num_statuses += message["kind"] == "status"
 
 
 class Agent:
@@ -56,3 +74,20 @@ def test_a_fault_of_the_coordinator_ends_the_job_with_its_traceback(capfd: pytes
     assert "Traceback" in errors
     assert "the job ends: the coordinator of recovery has failed" in errors
     assert "coordinator" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_statuses_that_arrive_bring_no_judgements_of_their_own_and_losses_are_answered_at_once() -> None:
+    coordinator = Counting(1, silent_s=6.0, max_in_row=3)
+    begin_s = time.monotonic()
+    server = CoordinatorServer(coordinator, unreachable_s=60.0)
+    agent = Agent(server, 0)
+    status = [0.1, 0.1, 60.0, 5, "step", False]
+    for number in range(100):
+        agent.tell("status", status=status)
+        while coordinator.num_statuses <= number and time.monotonic() < begin_s + 60:
+            time.sleep(0.001)
+    agent.tell("died", cause="SIGKILL", status=status)
+    assert [message["kind"] for message in agent.receive()] == ["plan", "replace"]
+    assert coordinator.num_ticks <= 2 + (time.monotonic() - begin_s) / TICK_S
+    agent.connection.peer.close()
+    server.close(grace_s=60.0)
