@@ -47,6 +47,10 @@ from txl_dist.distributed.recovery.verdicts import (
 )
 from txl_dist.errors import HANG
 
+KILLED_S = 20.0
+"""Seconds within which a process must end after SIGKILL. Then its rank counts as lost, before the other ranks give up:
+gloo ends their collectives 30 s after a hang is found. A process inside the kernel may not end, for instance with a
+network file system that does not answer."""
 READY_S = 30.0
 """Seconds that a survivor has, after a plan, to leave its generation. Then its process is killed and replaced."""
 REPLACED_S = 300.0
@@ -99,6 +103,10 @@ class _Agent:
     has_left: bool = False
     kill: str = ""
     """Reason for which the coordinator has ordered the process to be killed, or an empty text."""
+    killed_s: float = 0.0
+    """Time of this order."""
+    is_stuck: bool = False
+    """Whether the rank counts as lost because its process did not end after that. It gets no other one before."""
 
     @property
     def is_idle(self) -> bool:
@@ -229,10 +237,11 @@ class Coordinator:
         if self.is_ended or not self._is_complete:
             return
         self._find_silent(now_s)
+        self._give_up_killed(now_s)
         if not self._has_met:
             self._judge_regroup(now_s)
         for number, why in self._find_stuck(now_s).items():
-            self._kill(number, why)
+            self._kill(number, why, now_s)
 
     def excuse(self, seconds: float, now_s: float) -> None:
         """Note that the caller did not run for so many seconds. No agent counts as silent because of this pause."""
@@ -319,6 +328,7 @@ class Coordinator:
         agent = self._agents[number]
         agent.pid = pid
         agent.is_unfilled = False
+        agent.is_stuck = False
         if agent.rank < 0:
             self._outbox.append((number, {"kind": "kill", "dump": False}))
             return
@@ -331,12 +341,29 @@ class Coordinator:
         if lost.rank < 0:  # the job continues without it
             lost.is_alive = False
             return
+        if lost.is_stuck:  # its loss was counted before
+            lost.is_stuck = False
+            self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
+            return
         cause = lost.kill or str(message["cause"])
         loss = self._note_loss(lost, cause, Status(*message["status"]), now_s)
         if loss is not None:
             self.lines.append(f"{loss}. Its replacement continues in the same job")
             self._plan(now_s)
             self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
+
+    def _give_up_killed(self, now_s: float) -> None:
+        """Count ranks as lost whose processes do not end although they were killed. The others wait for their end."""
+        for agent in self._ranked.values():
+            is_late = agent.kill and now_s > agent.killed_s + KILLED_S
+            if is_late and not agent.has_left and not self.is_ended:
+                cause = f"{agent.kill}, and SIGKILL did not end it within {KILLED_S:g} s"
+                status = agent.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
+                loss = self._note_loss(agent, cause, aged(status, now_s - agent.heard_s), now_s)
+                if loss is not None:
+                    agent.is_stuck = True
+                    self.lines.append(f"{loss}. It is replaced after its process has ended")
+                    self._plan(now_s)
 
     def _note_loss(self, lost: _Agent, cause: str, status: Status, now_s: float) -> Loss | None:
         """Note that a rank has no process any more. Returns None if the job ends."""
@@ -565,7 +592,7 @@ class Coordinator:
             self._replace_elsewhere(f"no replacement for {names} was ready within {REPLACED_S:g} s", now_s)
         for number, agent in late.items():
             if agent.is_alive and now_s - max(self._planned_s, agent.started_s) > READY_S:
-                self._kill(number, f"did not leave generation {agent.ready} within {READY_S:g} s")
+                self._kill(number, f"did not leave generation {agent.ready} within {READY_S:g} s", now_s)
         self._judge_waiting(now_s)
 
     def _judge_waiting(self, now_s: float) -> None:
@@ -586,12 +613,15 @@ class Coordinator:
             so_far = f", for {waited_min} min so far" if waited_min else ""
             lost = [f"RANK={number}" for number, agent in unfilled.items() if not agent.is_connected]
             again = "Its spare is tried again"
+            stuck = [f"pid {agent.pid} on {agent.host}" for agent in unfilled.values() if agent.is_stuck]
+            if stuck:
+                again = f"SIGKILL does not end {' and '.join(stuck)}"
             if lost:
                 again = f"Start {' and '.join(lost)} again with the command of the run"
             end = "To end the job, send SIGTERM to its processes, or create the file STOP in the run directory"
             self.lines.append(f"the job waits for {where}{so_far}. {again}. {end}")
             for agent in unfilled.values():
-                if agent.is_connected:
+                if agent.is_connected and not agent.is_stuck:
                     self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})
 
     def _statuses(self, now_s: float) -> dict[int, Status]:
@@ -614,11 +644,12 @@ class Coordinator:
             return frozen
         return find_hung(statuses, met_for_s=now_s - self._met_s)
 
-    def _kill(self, number: int, why: str) -> None:
+    def _kill(self, number: int, why: str, now_s: float) -> None:
         """Order an agent to kill its rank's process, once. An agent that has lost its rank meanwhile needs no order."""
         agent = self._agents[number]
         if agent.rank >= 0 and not agent.kill:
             agent.kill = why
+            agent.killed_s = now_s
             self._outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
 
     def _send_to_all(self, message: Message) -> None:
