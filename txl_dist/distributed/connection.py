@@ -1,25 +1,31 @@
 """Connections that exchange lines of JSON between processes of a job, for heartbeats and for recovery.
 
-Each line is one message. A connection never blocks: it sends what the peer can take, and receives what has arrived.
+Each line is one message. A connection receives what has arrived, and never waits for more. It waits shortly to send a
+line that is longer than the socket's buffer.
 """
 
 from __future__ import annotations
 
 import json
+import select
 import socket
 from typing import Any
 
 from txl_dist.io.files import parse_object
 
-MAX_LINE_BYTES = 1 << 16
-"""Maximum number of bytes of one line of JSON. A connection that sends a longer line is closed."""
+MAX_LINE_BYTES = 1 << 20
+"""Maximum number of bytes of one line of JSON. A connection that sends a longer line is closed. The longest line is a
+plan of recovery: about 100 bytes for each rank that was lost at once."""
+_READ_BYTES = 1 << 16
+_SEND_S = 1.0
+"""Seconds in which the peer must take a part of a line."""
 
 Message = dict[str, Any]
 """One line of JSON between processes, for example a report of a rank's progress."""
 
 
 class Connection:
-    """Connection that exchanges JSON lines over a socket and never blocks."""
+    """Connection that exchanges JSON lines over a socket."""
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -28,7 +34,15 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send one line. Raises OSError if the peer is gone, or has not read for a long time."""
-        self.peer.sendall(json.dumps(message).encode() + b"\n")
+        rest = memoryview(json.dumps(message).encode() + b"\n")
+        while rest:
+            try:
+                rest = rest[self.peer.send(rest) :]
+            except BlockingIOError:
+                buffer = select.poll()
+                buffer.register(self.peer, select.POLLOUT)
+                if not buffer.poll(1000 * _SEND_S):
+                    raise
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived.
@@ -36,7 +50,7 @@ class Connection:
         Raises OSError if the peer is gone, and ValueError for malformed lines.
         """
         try:
-            data = self.peer.recv(MAX_LINE_BYTES)
+            data = self.peer.recv(_READ_BYTES)
         except BlockingIOError:
             return []
         if not data:

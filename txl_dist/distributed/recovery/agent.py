@@ -40,7 +40,7 @@ from txl_dist.artifacts import STOP
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, Message, end_when_unreachable
 from txl_dist.distributed.processes import process_id
-from txl_dist.distributed.recovery.coordinator import Coordinator
+from txl_dist.distributed.recovery.coordinator import KILLED_S, Coordinator
 from txl_dist.distributed.recovery.job_file import JobAddress, StoreWatch, find_job, publish_job, withdraw_job
 from txl_dist.distributed.recovery.partner import PartnerServer
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, node_name, place_variables
@@ -461,7 +461,9 @@ class Agent:
         """Kill the process of the rank, because the job continues without this rank. Its slots stay."""
         self._signal(signal.SIGKILL)
         if self._child is not None and self._pid == self._child.pid:
-            self._child.wait()
+            end_s = time.monotonic() + CAUSE_S
+            while self._child.poll() is None and time.monotonic() < end_s:  # it may be inside the kernel, without end
+                time.sleep(TICK_S)
         self._pid = 0
         self._exit_status = None
         self._closed_s = None
@@ -487,7 +489,7 @@ class Agent:
             self._end_code = int(message["code"])
             self._deadline_s = time.monotonic() + END_S
             if self._rank_link is None and self._closed_s is not None:
-                self._deadline_s = 0.0
+                self._deadline_s = time.monotonic()
 
     def _report(self, now_s: float) -> None:
         """Report the status of the rank to the coordinator, a few times per second."""
@@ -546,6 +548,10 @@ class Agent:
         if self._child is not None and self._child.pid == self._pid and self._exit_status is None:
             self._exit_status = self._child.poll()
         if self._exit_status is None:
+            if self._deadline_s is not None and now_s > self._deadline_s + KILLED_S:
+                where = f"pid {self._pid} on {socket.gethostname()}"
+                _say(f"SIGKILL does not end {where}. The agent ends without its rank")
+                return self._end_code
             is_gone = self._closed_s is not None and now_s > self._closed_s + CAUSE_S and not _lives(self._pid)
             if not is_gone:
                 return None

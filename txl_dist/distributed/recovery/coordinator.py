@@ -47,6 +47,10 @@ from txl_dist.distributed.recovery.verdicts import (
 )
 from txl_dist.errors import HANG
 
+KILLED_S = 20.0
+"""Seconds within which a process must end after SIGKILL. Then its rank counts as lost, before the other ranks give up:
+gloo ends their collectives 30 s after a hang is found. A process inside the kernel may not end, for instance with a
+network file system that does not answer."""
 READY_S = 30.0
 """Seconds that a survivor has, after a plan, to leave its generation. Then its process is killed and replaced."""
 REPLACED_S = 300.0
@@ -99,6 +103,10 @@ class _Agent:
     has_left: bool = False
     kill: str = ""
     """Reason for which the coordinator has ordered the process to be killed, or an empty text."""
+    killed_s: float = 0.0
+    """Time of this order."""
+    is_stuck: bool = False
+    """Whether the rank counts as lost because its process did not end after that. It gets no other one before."""
 
     @property
     def is_idle(self) -> bool:
@@ -112,7 +120,7 @@ class _Agent:
 
 
 class Coordinator:
-    """State machine of recovery. The caller delivers the messages in `outbox` after each call.
+    """State machine of recovery. The caller delivers the messages of `take_messages` after each call, or each few.
 
     Agents have the numbers that the launcher gave to their processes. At the start these are the ranks.
     """
@@ -126,8 +134,6 @@ class Coordinator:
         more than `max_in_row` failed generations without a finished step between them. `on_loss` says what happens when
         a rank cannot be replaced: stop, wait or shrink. A smaller number of ranks must divide `max_ranks`.
         """
-        self.outbox: list[tuple[int, Message]] = []
-        """Messages to deliver: (number of the agent, message)."""
         self.lines: list[str] = []
         """Lines for people that the caller prints."""
         self.dropped: list[int] = []
@@ -143,6 +149,8 @@ class Coordinator:
         self._on_loss = on_loss
         self._max_ranks = max_ranks
         self._agents: dict[int, _Agent] = {}
+        self._outbox: list[tuple[int, Message]] = []
+        self._plan_at: int | None = None  # place in `_outbox` of the plans that are due
         self._losses: list[Loss] = []  # since the ranks have last finished a step that no lost rank had begun before
         self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
         self._num_failed = 0  # generations that lost a rank since then
@@ -156,6 +164,18 @@ class Coordinator:
         self._port = 0
         self._say_s = 0.0  # time of the next line about ranks that the job waits for
         self._stop = ""  # request to stop the job, for instance SIGTERM
+
+    def take_messages(self) -> list[tuple[int, Message]]:
+        """Return the messages to deliver since the last call: (number of the agent, message).
+
+        Losses that were noticed since then have one plan together. So the plans of many losses cost little.
+        """
+        if self._plan_at is not None and not self.is_ended:
+            self._outbox[self._plan_at : self._plan_at] = self._plans()
+        self._plan_at = None
+        messages = self._outbox
+        self._outbox = []
+        return messages
 
     def receive(self, number: int, message: Message, now_s: float) -> None:
         """Act on a message of an agent. Raises KeyError, TypeError or ValueError for malformed messages."""
@@ -202,7 +222,7 @@ class Coordinator:
                 return
             why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
             if not self._is_complete:
-                self._end(why)
+                self.end(why)
                 return
             status = lost.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
             lost.is_unfilled = True
@@ -217,15 +237,23 @@ class Coordinator:
         if self.is_ended or not self._is_complete:
             return
         self._find_silent(now_s)
+        self._give_up_killed(now_s)
         if not self._has_met:
             self._judge_regroup(now_s)
         for number, why in self._find_stuck(now_s).items():
-            self._kill(number, why)
+            self._kill(number, why, now_s)
 
     def excuse(self, seconds: float, now_s: float) -> None:
         """Note that the caller did not run for so many seconds. No agent counts as silent because of this pause."""
         for agent in self._agents.values():
             agent.heard_s = min(now_s, agent.heard_s + seconds)
+
+    def end(self, reason: str) -> None:
+        """End the job, and print the reason."""
+        if not self.is_ended:
+            self.is_ended = True
+            self.lines.append(f"the job ends: {reason}. The same command continues from the last checkpoint")
+            self._send_to_all({"kind": "end", "code": HANG, "reason": reason})
 
     def _hear(self, number: int, message: Message, now_s: float) -> None:
         """Note the status of an agent, and confirm it if the agent asks for that."""
@@ -234,7 +262,7 @@ class Coordinator:
         agent.heard_s = now_s
         if "sent_s" in message and now_s >= agent.confirmed_s + HEARD_EVERY_S:
             agent.confirmed_s = now_s
-            self.outbox.append((number, {"kind": "heard", "sent_s": message["sent_s"]}))
+            self._outbox.append((number, {"kind": "heard", "sent_s": message["sent_s"]}))
         if agent.is_silent:
             agent.is_silent = False
             self.lines.append(f"agent {number} on {agent.host} answers again")
@@ -284,7 +312,7 @@ class Coordinator:
             self._is_complete = len(self._ranked) == self._world_size
             return
         agent.is_alive = False
-        self.outbox.append((number, {"kind": "welcome"}))
+        self._outbox.append((number, {"kind": "welcome"}))
         self.lines.append(f"agent {number} on {agent.host} has joined the job")
         if earlier is not None and earlier.rank >= 0:
             agent.rank = earlier.rank
@@ -300,8 +328,9 @@ class Coordinator:
         agent = self._agents[number]
         agent.pid = pid
         agent.is_unfilled = False
+        agent.is_stuck = False
         if agent.rank < 0:
-            self.outbox.append((number, {"kind": "kill", "dump": False}))
+            self._outbox.append((number, {"kind": "kill", "dump": False}))
             return
         agent.is_alive = True
         agent.started_s = now_s
@@ -312,6 +341,10 @@ class Coordinator:
         if lost.rank < 0:  # the job continues without it
             lost.is_alive = False
             return
+        if lost.is_stuck:  # its loss was counted before
+            lost.is_stuck = False
+            self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
+            return
         cause = lost.kill or str(message["cause"])
         loss = self._note_loss(lost, cause, Status(*message["status"]), now_s)
         if loss is not None:
@@ -319,10 +352,24 @@ class Coordinator:
             self._plan(now_s)
             self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
 
+    def _give_up_killed(self, now_s: float) -> None:
+        """Count ranks as lost whose processes do not end although they were killed. The others wait for their end."""
+        for agent in self._ranked.values():
+            is_late = agent.kill and now_s > agent.killed_s + KILLED_S
+            if is_late and not agent.has_left and not self.is_ended:
+                cause = f"{agent.kill}, and SIGKILL did not end it within {KILLED_S:g} s"
+                status = agent.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
+                loss = self._note_loss(agent, cause, aged(status, now_s - agent.heard_s), now_s)
+                if loss is not None:
+                    agent.is_stuck = True
+                    self.lines.append(f"{loss}. It is replaced after its process has ended")
+                    self._plan(now_s)
+
     def _note_loss(self, lost: _Agent, cause: str, status: Status, now_s: float) -> Loss | None:
         """Note that a rank has no process any more. Returns None if the job ends."""
         loss = Loss(lost.rank, lost.host, lost.pid, cause, status.step, status.phase, round(status.silent_s, 3))
         lost.is_alive = False
+        lost.ready = 0  # the others may wait for it in this same generation
         lost.kill = ""
         lost.status = None
         if self.is_ended:
@@ -353,7 +400,7 @@ class Coordinator:
         elif not reason and any(agent.has_left for agent in self._ranked.values()):
             reason = f"{loss}, after another rank had ended"
         if reason:
-            self._end(reason)
+            self.end(reason)
             return None
         return loss
 
@@ -384,7 +431,7 @@ class Coordinator:
             if self._has_met:
                 self._plan(now_s)
         else:
-            self._end(why)
+            self.end(why)
 
     def _move(self, missing: Sequence[_Agent], free: Sequence[_Agent], now_s: float) -> None:
         """Give each missing rank to a free agent. There are enough of them."""
@@ -425,36 +472,46 @@ class Coordinator:
         self._plan(now_s)
 
     def _plan(self, now_s: float) -> None:
-        """Send the next generation to all agents."""
+        """Begin the next generation. All agents get its plan with the next messages."""
         self.generation += 1
         self._planned_s = now_s
         self._has_met = False
+        self._plan_at = len(self._outbox)
+
+    def _plans(self) -> list[tuple[int, Message]]:
+        """Return the plan of this generation for each agent."""
         ranked = self._ranked
-        host_of_rank0 = self._host_of_rank0()
+        ranks_of: dict[str, list[int]] = {}
+        for agent in ranked.values():
+            ranks_of.setdefault(agent.node, []).append(agent.rank)
         idle = [
             (self._host_of(agent), *agent.partner)
             for agent in self._agents.values()
-            if agent.is_idle and agent.partner and now_s - agent.heard_s <= self._silent_s / 2
+            if agent.is_idle and agent.partner and self._planned_s - agent.heard_s <= self._silent_s / 2
         ]
+        common = {
+            "kind": "plan",
+            "generation": self.generation,
+            "losses": list(self._planned),
+            "repeat_until": self._repeat_until,
+            "began_s": self._began_s,
+            "world_size": len(ranked),
+            "host": self._host_of_rank0(),
+            "idle": idle,
+            "holder": self._agents[0].seat,
+        }
+        plans = []
         for number, agent in self._agents.items():
-            neighbours = [other.rank for other in ranked.values() if other.node == agent.node]
+            neighbours = ranks_of.get(agent.node, [])
             is_first = bool(neighbours) and agent.rank == neighbours[0]
-            plan = {
-                "kind": "plan",
-                "generation": self.generation,
-                "losses": self._planned,
-                "repeat_until": self._repeat_until,
-                "began_s": self._began_s,
+            own = {
                 "rank": agent.rank,
-                "world_size": len(ranked),
                 "local_rank": neighbours.index(agent.rank) if agent.rank >= 0 else -1,
                 "local_size": len(neighbours),
-                "host": host_of_rank0,
                 "others": self._idle_seats(agent.node) if is_first else [],
-                "idle": idle,
-                "holder": self._agents[0].seat,
             }
-            self.outbox.append((number, plan))
+            plans.append((number, common | own))
+        return plans
 
     def _host_of_rank0(self) -> str:
         return self._host_of(next(iter(self._ranked.values())))
@@ -510,10 +567,10 @@ class Coordinator:
         elif all(agent.has_left for agent in self._ranked.values()) and not self.is_ended:
             self.is_ended = True
             idle = [other for other, agent in self._agents.items() if agent.rank < 0]
-            self.outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
+            self._outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
         elif not self._has_met:
             agent = self._agents[number]
-            self._end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
+            self.end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
 
     def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
@@ -535,7 +592,7 @@ class Coordinator:
             self._replace_elsewhere(f"no replacement for {names} was ready within {REPLACED_S:g} s", now_s)
         for number, agent in late.items():
             if agent.is_alive and now_s - max(self._planned_s, agent.started_s) > READY_S:
-                self._kill(number, f"did not leave generation {agent.ready} within {READY_S:g} s")
+                self._kill(number, f"did not leave generation {agent.ready} within {READY_S:g} s", now_s)
         self._judge_waiting(now_s)
 
     def _judge_waiting(self, now_s: float) -> None:
@@ -549,19 +606,22 @@ class Coordinator:
             missing = [agent for agent in self._ranked.values() if not agent.is_alive]
         where = ", ".join(f"rank {agent.rank} on {agent.host}" for agent in missing)
         if missing and self._stop and not self.is_ended:
-            self._end(f"it was asked to stop by {self._stop} while it waited for {where}")
+            self.end(f"it was asked to stop by {self._stop} while it waited for {where}")
         elif unfilled and now_s >= self._say_s and not self.is_ended:
             self._say_s = now_s + SAY_EVERY_S
             waited_min = round((now_s - self._planned_s) / 60)
             so_far = f", for {waited_min} min so far" if waited_min else ""
             lost = [f"RANK={number}" for number, agent in unfilled.items() if not agent.is_connected]
             again = "Its spare is tried again"
+            stuck = [f"pid {agent.pid} on {agent.host}" for agent in unfilled.values() if agent.is_stuck]
+            if stuck:
+                again = f"SIGKILL does not end {' and '.join(stuck)}"
             if lost:
                 again = f"Start {' and '.join(lost)} again with the command of the run"
             end = "To end the job, send SIGTERM to its processes, or create the file STOP in the run directory"
             self.lines.append(f"the job waits for {where}{so_far}. {again}. {end}")
             for agent in unfilled.values():
-                if agent.is_connected:
+                if agent.is_connected and not agent.is_stuck:
                     self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})
 
     def _statuses(self, now_s: float) -> dict[int, Status]:
@@ -584,25 +644,19 @@ class Coordinator:
             return frozen
         return find_hung(statuses, met_for_s=now_s - self._met_s)
 
-    def _kill(self, number: int, why: str) -> None:
+    def _kill(self, number: int, why: str, now_s: float) -> None:
         """Order an agent to kill its rank's process, once. An agent that has lost its rank meanwhile needs no order."""
         agent = self._agents[number]
         if agent.rank >= 0 and not agent.kill:
             agent.kill = why
-            self.outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
-
-    def _end(self, reason: str) -> None:
-        """End the job, and print the reason."""
-        if not self.is_ended:
-            self.is_ended = True
-            self.lines.append(f"the job ends: {reason}. The same command continues from the last checkpoint")
-            self._send_to_all({"kind": "end", "code": HANG, "reason": reason})
+            agent.killed_s = now_s
+            self._outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
 
     def _send_to_all(self, message: Message) -> None:
         for number in self._agents:
-            self.outbox.append((number, message))
+            self._outbox.append((number, message))
 
     def _send_to_node(self, node: str, message: Message) -> None:
         """Send a message to the first agent of a node, which has the spare."""
         first = min(number for number, agent in self._agents.items() if agent.node == node and agent.is_connected)
-        self.outbox.append((first, message))
+        self._outbox.append((first, message))

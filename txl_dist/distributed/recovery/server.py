@@ -13,17 +13,19 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, end_when_unreachable, listen
 from txl_dist.distributed.processes import process_of
 from txl_dist.distributed.recovery.coordinator import Coordinator
+from txl_dist.errors import in_one_line
 
 TICK_S = 0.2
-"""Seconds between two judgements of the coordinator, if no message arrives."""
+"""Seconds between two judgements of the coordinator. Each one looks at all ranks."""
 PAUSED_S = 1.0
-"""Seconds between two judgements above which this process was stopped or had no processor."""
+"""Seconds between two turns of the thread above which this process was stopped or had no processor."""
 
 
 class CoordinatorServer:
@@ -59,9 +61,19 @@ class CoordinatorServer:
                     os.kill(process.pid, signal.SIGKILL)
 
     def _run(self) -> None:
-        last_s = time.monotonic()
+        """Serve the agents. A fault of the coordinator ends the job, because nobody would notice a later loss."""
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001  whatever it is, the job must not go on without a coordinator
+            with suppress(OSError):  # the terminal is gone
+                echo(traceback.format_exc(), to=sys.stderr, flush=True)
+            self._coordinator.end(f"the coordinator of recovery has failed ({in_one_line(error)})")
+            self._serve()
+
+    def _serve(self) -> None:
+        last_s = next_tick_s = time.monotonic()
         while not self._closing.is_set():
-            ready = self._selector.select(TICK_S)
+            ready = self._selector.select(max(0.0, next_tick_s - time.monotonic()))
             now_s = time.monotonic()
             if now_s > last_s + PAUSED_S:
                 self._coordinator.excuse(now_s - last_s, now_s)
@@ -71,7 +83,10 @@ class CoordinatorServer:
                     self._accept()
                 else:
                     self._hear(key.data)
-            self._coordinator.tick(time.monotonic())
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._coordinator.tick(now_s)
             self._deliver()
 
     def _accept(self) -> None:
@@ -110,13 +125,13 @@ class CoordinatorServer:
             with suppress(OSError):  # the terminal is gone
                 echo(f"txl: recovery: {line}", to=sys.stderr, flush=True)
         self._coordinator.lines.clear()
-        while self._coordinator.outbox:
-            number, message = self._coordinator.outbox.pop(0)
-            for connection in self._connections_of(number):
-                try:
-                    connection.send(message)
-                except OSError:
-                    self._drop(connection)
+        while messages := self._coordinator.take_messages():
+            for number, message in messages:
+                for connection in self._connections_of(number):
+                    try:
+                        connection.send(message)
+                    except OSError:
+                        self._drop(connection)
         while self._coordinator.dropped:
             for connection in self._connections_of(self._coordinator.dropped.pop(0)):
                 self._drop(connection)

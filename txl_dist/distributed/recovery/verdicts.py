@@ -42,7 +42,7 @@ class Loss(NamedTuple):
     host: str
     pid: int
     cause: str
-    """Way in which the process ended, for example SIGKILL, or the reason why it was killed."""
+    """Way in which the process ended, for example SIGKILL, or the reason why it was killed, as `kind: details`."""
     step: int
     """Step that the rank had reached."""
     phase: str
@@ -51,14 +51,19 @@ class Loss(NamedTuple):
     """Seconds between the rank's last heartbeat and the notice of the loss."""
 
     def repeats(self, other: Loss) -> bool:
-        """Return whether two losses have the same rank, cause, step and phase.
+        """Return whether two losses have the same rank, kind of cause, step and phase.
 
         The loss of a node or of its network is never a repetition, because no step causes it. Neither is the loss of a
         replacement that has not begun a step.
         """
-        mine = (self.rank, self.cause, self.step, self.phase)
-        is_same = mine == (other.rank, other.cause, other.step, other.phase)
+        mine = (self.rank, self._kind, self.step, self.phase)
+        is_same = mine == (other.rank, other._kind, other.step, other.phase)
         return is_same and self.step > 0 and self.cause not in (AGENT_LOST, CUT_OFF)
+
+    @property
+    def _kind(self) -> str:
+        """Kind of the cause, for example frozen, without the seconds that follow it."""
+        return self.cause.partition(":")[0]
 
     def __str__(self) -> str:
         return (

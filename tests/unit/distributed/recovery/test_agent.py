@@ -22,7 +22,7 @@ from txl_dist.errors import HANG
 
 AGENT = """
 import os, subprocess, sys
-from txl_dist.distributed.recovery import agent
+from txl_dist.distributed.recovery import agent, coordinator
 from txl_dist.distributed.recovery.agent import Agent
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
 
@@ -34,6 +34,9 @@ options = AgentOptions(
     run_dir=os.environ.get("FOLDER", "."), spare_nodes=int(os.environ.get("SPARE_NODES", "0")),
 )
 agent.FOUND_WITHIN_S = 0.5
+if "UNKILLABLE" in os.environ:
+    Agent._signal = lambda self, number: None  # as if the process were inside the kernel
+    agent.END_S = agent.KILLED_S = coordinator.KILLED_S = coordinator.REPLACED_S = 0.5
 sys.exit(Agent(start, options).run())
 """
 RANK = """
@@ -103,7 +106,7 @@ while True:
         elif message["kind"] == "meet":
             note(f"met {generation}")
             link.send({"kind": "stepped", "generation": generation, "step": 1000})
-        elif message["kind"] == "end":
+        elif message["kind"] == "end" and "UNKILLABLE" not in os.environ:
             note(f"ended {message['reason'] or 'without'}")
             os._exit(76)
 """
@@ -342,6 +345,33 @@ def test_an_error_of_a_rank_ends_all_agents_with_its_exit_code(agents: Agents) -
     assert [agent.wait(30) for agent in agents.agents] == [5, 5]
     assert "a poison batch" in agents.notes(0)[-1]
     assert not any(line.startswith("met") for rank in (0, 1) for line in agents.notes(rank))
+
+
+def test_an_agent_whose_rank_cannot_be_ended_ends_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNKILLABLE", "1")
+    agents = Agents(tmp_path, silent_s=20.0)
+    stuck, _ = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    (tmp_path / "fail1").touch()
+    assert agents.agents[0].wait(30) == 5
+    error = agents.agents[0].stderr
+    assert error is not None
+    assert f"SIGKILL does not end pid {stuck}" in error.read()
+    agents.end()
+
+
+@pytest.mark.slow
+def test_a_job_shrinks_by_a_rank_that_cannot_be_ended_whose_agent_ends_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNKILLABLE", "1")
+    agents = Agents(tmp_path, on_loss="shrink")
+    survivor, stuck = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(stuck, signal.SIGSTOP)
+    assert agents.wait_for("met 3", rank=0) == survivor
+    (tmp_path / "leave0").touch()
+    assert [agent.wait(30) for agent in agents.agents] == [0, 0]
+    os.kill(stuck, signal.SIGKILL)
+    agents.end()
 
 
 def test_a_replacement_that_ends_after_its_spare_has_ended_well(agents: Agents) -> None:

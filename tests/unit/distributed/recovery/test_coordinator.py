@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from txl_dist.distributed.recovery.coordinator import READY_S, REPLACED_S, Coordinator
+from txl_dist.distributed.connection import MAX_LINE_BYTES
+from txl_dist.distributed.recovery.coordinator import KILLED_S, READY_S, REPLACED_S, Coordinator
 from txl_dist.distributed.recovery.verdicts import PER_HOUR
 from txl_dist.errors import HANG
 
@@ -53,9 +55,7 @@ class Job:
 
     def told(self) -> list[tuple[int, dict[str, Any]]]:
         """What was sent since this was last asked."""
-        messages = list(self.coordinator.outbox)
-        self.coordinator.outbox.clear()
-        return messages
+        return self.coordinator.take_messages()
 
     def kinds(self) -> list[tuple[int, str]]:
         return [(rank, message["kind"]) for rank, message in self.told()]
@@ -162,6 +162,25 @@ def test_the_same_loss_twice_ends_the_job_with_its_reason() -> None:
     assert "The same happened before at this step" in job.coordinator.lines[-1]
 
 
+@pytest.mark.parametrize("kind", ["frozen", "hung"])
+def test_a_rank_that_freezes_or_hangs_twice_at_a_step_ends_the_job_however_long_it_took(kind: str) -> None:
+    job = Job()
+    for seconds in (1, 2):
+        for rank in range(3):
+            is_stuck = rank == 1
+            stopped_s = LIMIT_S + seconds if kind == "hung" else 6.0 + seconds
+            silent_s = stopped_s if kind == "frozen" and is_stuck else 0.1
+            job.status(rank, silent_s=silent_s, idle_s=stopped_s, waits=not is_stuck)
+        job.tick()
+        assert (1, "kill") in job.kinds()
+        job.lose(1)
+        assert kind in job.coordinator.lines[-1]
+        for rank in range(3):
+            job.tell(rank, "ready", generation=2, port=7)
+        job.now_s += 2 * LIMIT_S
+    assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
 def test_the_same_loss_after_a_finished_step_is_a_new_one() -> None:
     job = Job()
     job.lose(1)
@@ -196,6 +215,18 @@ def test_all_ranks_at_once_are_one_failure() -> None:
         job.lose(rank)
     assert not job.coordinator.is_ended
     assert job.kinds().count((0, "replace")) == 3
+
+
+def test_ranks_lost_at_once_get_one_plan_and_its_line_fits_for_1000_ranks() -> None:
+    """The agents of a node have the same letter here."""
+    job = Job("".join(chr(ord("a") + number // 8) for number in range(1000)))
+    for rank in range(1000):
+        job.lose(rank, step=123_456)
+    plans = [(number, message) for number, message in job.told() if message["kind"] == "plan"]
+    assert [number for number, _ in plans] == list(range(1000))
+    assert {len(plan["losses"]) for _, plan in plans} == {1000}
+    assert (plans[-1][1]["rank"], plans[-1][1]["local_rank"], plans[-1][1]["local_size"]) == (999, 7, 8)
+    assert 5 * len(json.dumps(plans[0][1])) < MAX_LINE_BYTES  # names of hosts may be longer
 
 
 def test_ranks_lost_at_once_are_one_recovery_of_the_hour() -> None:
@@ -467,6 +498,100 @@ def test_a_job_that_waits_ends_when_it_is_asked_to_stop() -> None:
     job.tick()
     assert [message["code"] for _, message in job.told()] == [HANG, HANG]
     assert "asked to stop by SIGTERM while it waited for rank 1 on b" in job.coordinator.lines[-1]
+
+
+def test_ranks_do_not_meet_without_a_rank_that_was_ready_when_its_agent_was_lost() -> None:
+    job = Job("abc", on_loss="wait")
+    job.lose(2)
+    for rank in (0, 1):
+        job.tell(rank, "ready", generation=2, port=7)
+    job.lose_agent(1)
+    job.tell(2, "started", pid=30)
+    job.told()
+    job.tell(2, "ready", generation=2, port=0)
+    assert job.kinds() == []
+    job.tick(1, heard="02")
+    assert "the job waits for rank 1 on b" in job.coordinator.lines[-1]
+    job.greet(1, "b")
+    job.told()
+    for rank in range(3):
+        job.tell(rank, "ready", generation=3, port=7)
+    assert [kind for _, kind in job.kinds()] == ["meet"] * 3
+
+
+def freeze(job: Job, frozen: int) -> None:
+    """Let a rank freeze, so that it is killed."""
+    for rank in range(3):
+        job.status(rank, silent_s=7.0 if rank == frozen else 0.1, idle_s=7.0)
+    job.tick()
+    assert job.kinds() == [(frozen, "kill")]
+
+
+def test_a_rank_that_cannot_be_ended_counts_as_lost_and_is_replaced_when_its_process_has_ended() -> None:
+    job = Job()
+    freeze(job, 1)
+    job.tick(KILLED_S + 1, heard="012")
+    assert job.kinds() == [(0, "plan"), (1, "plan"), (2, "plan")]
+    assert "rank 1 on a (pid 11) was lost" in job.coordinator.lines[-1]
+    assert "SIGKILL did not end it within 20 s" in job.coordinator.lines[-1]
+    for rank in (0, 2):
+        job.tell(rank, "ready", generation=2, port=7)
+    job.tick(KILLED_S + 1, heard="012")
+    assert job.kinds() == []
+    job.lose(1)
+    assert job.kinds() == [(0, "replace")]
+    job.tell(1, "started", pid=30)
+    job.tell(1, "ready", generation=2, port=7)
+    assert [kind for _, kind in job.kinds()] == ["meet"] * 3
+    job.lose(1, step=6)
+    assert (0, "replace") in job.kinds()
+
+
+def test_a_survivor_that_cannot_be_ended_counts_as_lost_too() -> None:
+    job = Job()
+    job.lose(2)
+    job.tell(0, "ready", generation=2, port=7)
+    job.tick(READY_S + 1, heard="012")
+    assert (1, "kill") in job.kinds()
+    job.tick(KILLED_S + 1, heard="012")
+    assert job.coordinator.generation == 3
+    assert "rank 1 on a (pid 11) was lost" in job.coordinator.lines[-1]
+
+
+def test_a_request_to_stop_ends_a_job_whose_rank_cannot_be_ended() -> None:
+    job = Job(on_loss="wait")
+    freeze(job, 1)
+    job.tick(KILLED_S + 1, heard="012")
+    job.tell(0, "stop", reason="SIGTERM")
+    job.tick(READY_S + 1, heard="012")
+    assert "asked to stop by SIGTERM while it waited for rank 1" in job.coordinator.lines[-1]
+
+
+@pytest.mark.parametrize("on_loss", ["stop", "wait", "shrink"])
+def test_on_loss_decides_about_a_rank_that_cannot_be_ended(on_loss: str) -> None:
+    job = Job(on_loss=on_loss, max_ranks=2)
+    freeze(job, 1)
+    job.tick(KILLED_S + 1, heard="012")
+    for rank in (0, 2):
+        job.tell(rank, "ready", generation=2, port=7)
+    job.told()
+    job.tick(REPLACED_S + 1, heard="012")
+    told = job.told()
+    assert job.coordinator.is_ended == (on_loss == "stop")
+    if on_loss == "wait":
+        assert "SIGKILL does not end pid 11 on a" in job.coordinator.lines[-1]
+        assert told == []
+    if on_loss == "shrink":
+        assert [message["rank"] for _, message in told] == [0, -1, 1]
+
+
+def test_a_rank_that_ends_by_itself_after_it_was_to_be_killed_is_no_loss() -> None:
+    job = Job()
+    freeze(job, 1)
+    job.tell(1, "left", code=0)
+    job.tick(KILLED_S + 1, heard="012")
+    assert job.kinds() == []
+    assert not job.coordinator.is_ended
 
 
 def test_a_job_whose_replacement_is_missing_for_long_ends_when_it_is_asked_to_stop() -> None:
