@@ -68,6 +68,7 @@ class CoordinatorServer:
             with suppress(OSError):  # the terminal is gone
                 echo(traceback.format_exc(), to=sys.stderr, flush=True)
             self._coordinator.end(f"the coordinator of recovery has failed ({in_one_line(error)})")
+            self._deliver()  # at once, because the same fault may come again
             self._serve()
 
     def _serve(self) -> None:
