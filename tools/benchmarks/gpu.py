@@ -97,6 +97,9 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, default=Path("gpu.jsonl"), metavar="FILE", help="file to which rows are appended"
     )
+    parser.add_argument(
+        "--commit", default="", help="commit of the checkout, for a copy without .git; by default git is asked"
+    )
     parser.add_argument("--rehearse", action="store_true", help="run with tiny sizes on a CPU, to try the program")
     parser.add_argument("--break", dest="faults", action="append", default=[], metavar="SECTION=FAULT")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -119,7 +122,8 @@ def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends SIGTERM; the child is killed at exit
     began, due_s, pace = time.time(), 0.0, max(1.0, arguments.seconds / CALL_S)
     facts = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S")}
-    facts |= {"commit": said_by("git", "rev-parse", "HEAD"), "device": said_by("nvidia-smi", "-L")}
+    commit = arguments.commit or said_by("git", "rev-parse", "HEAD")
+    facts |= {"commit": commit, "device": said_by("nvidia-smi", "-L")}
     Journal(arguments.json, section="", began=began).opens(facts)
     for section in sections:
         due_s += pace * section.limit_s

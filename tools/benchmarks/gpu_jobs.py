@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from tools.benchmarks.gpu_rows import Journal
+from tools.benchmarks.gpu_rows import Journal, Row
 from txl_dist.errors import first_and_last_line
 
 
@@ -58,8 +58,7 @@ def work(section: Section, setting: Setting, journal: Journal) -> bool:
                 journal.row(name, {"skipped": "the interpreter of triton 3.6 needs numpy < 2.4"})
                 journal.ends(name)
                 continue
-            journal.explains(name, "".join(traceback.format_exception(error)))
-            journal.row(name, {"error": error_words(error)})
+            journal.row(name, error_row(error))
             if is_spoiled(error):
                 journal.ends(name)
                 return False
@@ -95,6 +94,8 @@ def is_of_interpreter(error: BaseException) -> bool:
     return "only 0-dimensional arrays can be converted to Python scalars" in str(error)
 
 
-def error_words(error: BaseException) -> str:
-    """Return the type of the error, and the first and the last line of its message."""
-    return f"{type(error).__name__}: {first_and_last_line(str(error))}"
+def error_row(error: BaseException) -> Row:
+    """Return a row with the type of the error, and the first and the last line of its message. The log gets the whole
+    traceback."""
+    words = f"{type(error).__name__}: {first_and_last_line(str(error))}"
+    return {"error": words, "log": "".join(traceback.format_exception(error))}

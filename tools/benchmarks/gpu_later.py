@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped, error_words
+from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped, error_row
+from tools.benchmarks.gpu_rows import Row
 from tools.benchmarks.gpu_sections import (
     ROOT,
     SHAPES,
@@ -36,6 +38,7 @@ from tools.benchmarks.gpu_sections import (
     step,
 )
 from txl_dist.config.load import Config, config_to_toml, load_config
+from txl_dist.errors import first_and_last_line
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels.attention_launch import triton_relative_attention
 from txl_dist.model.memory import AttentionMask
@@ -175,7 +178,7 @@ def _curves(setting: Setting) -> Found:
             try:
                 _finish(_start(corpus, run, steps=steps, engine=engine, cpu=setting.rehearse))
             except RuntimeError as error:
-                yield {"run": name, "error": error_words(error)}
+                yield {"run": name, **error_row(error)}
                 continue
             found[name] = _parts(_losses(run))
             yield {"run": name, "losses": found[name]}
@@ -235,7 +238,7 @@ def _start(
     cpu: bool,
     save_every: int = 0,
     resume: str = "auto",
-) -> subprocess.Popen[str]:
+) -> Child:
     path = run.with_suffix(f".{resume == 'auto'}.toml")
     values = load_config(ROOT / "configs/quickstart.toml").model_dump(mode="json")
     changes = {
@@ -253,20 +256,45 @@ def _start(
     return _txl("train", str(path), f"--resume={resume}", cpu=cpu)
 
 
-def _txl(*words: str, cpu: bool = False) -> subprocess.Popen[str]:
+def _txl(*words: str, cpu: bool = False) -> Child:
     threads = str(max(1, (os.cpu_count() or 2) // 2))
     own = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads} if cpu else {}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | own
-    command = [sys.executable, "-m", "txl_dist", *words]
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    return Child([sys.executable, "-m", "txl_dist", *words], environment)
 
 
-def _finish(process: subprocess.Popen[str]) -> None:
-    """Wait for the process. Raises RuntimeError with its error output if it failed."""
-    _, said = process.communicate()
-    if process.returncode != 0:
-        raise RuntimeError(said.strip() or f"exit status {process.returncode}")
+class Child:
+    """Process whose output is copied to the standard error of this process, which is the log, line by line.
+
+    So the log has the output also if this process is killed. The pipe is read at all times, because a full pipe would
+    stop the process.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
+        """Start the process. Without `environment` it has that of this process."""
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, errors="replace", **pipes)
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self._copy, daemon=True)
+        self.reader.start()
+
+    def wait(self) -> tuple[int, str]:
+        """Wait for the process. Return its exit status and its output."""
+        self.reader.join()
+        return self.process.wait(), "".join(self.lines)
+
+    def _copy(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            print(line, end="", file=sys.stderr, flush=True)
+
+
+def _finish(child: Child) -> None:
+    """Wait for the process. Raises RuntimeError with its output if it failed."""
+    status, said = child.wait()
+    if status != 0:
+        raise RuntimeError(said.strip() or f"exit status {status}")
 
 
 def _losses(run: Path) -> list[float]:
@@ -295,8 +323,8 @@ def memcheck(setting: Setting) -> dict[str, Job]:
 
 
 def _checked(setting: Setting) -> Found:
-    """Run attention under compute-sanitizer and yield its result. Raises Skipped if compute-sanitizer is not
-    installed."""
+    """Run attention under compute-sanitizer and yield its result, which is an error if it found one. Raises Skipped if
+    compute-sanitizer is not installed."""
     found = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if found is None:
         raise Skipped("compute-sanitizer is not installed")
@@ -304,9 +332,11 @@ def _checked(setting: Setting) -> Found:
         raise Skipped("there is no GPU")
     command = [found, "--tool", "memcheck", "--error-exitcode", "9"]
     command += [sys.executable, "-m", "tools.benchmarks.gpu_later"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line]
-    yield {"exit status": done.returncode, "words": (summary or done.stderr.splitlines() or [""])[-1][:200]}
+    status, said = Child(command).wait()
+    lines = said.splitlines()
+    summary = [line for line in lines if "ERROR SUMMARY" in line or "Invalid" in line]
+    row: Row = {"exit status": status, "words": (summary or lines or [""])[-1][:200]}
+    yield row | ({"error": first_and_last_line(said) or f"exit status {status}", "log": said} if status else {})
 
 
 def once() -> None:

@@ -5,6 +5,7 @@
 #   *.whl              packages that this python3 lacks
 #   kernels.tar.gz     kernels compiled by tools.benchmarks.gpu_kernels (optional)
 #   original, nvidia   the other codes' folders `pytorch` (optional)
+#   commit             the commit of the checkout, for a copy without .git (optional)
 # OUT gets gpu.jsonl (the rows), gpu.jsonl.log (whole errors), log.txt (progress and tables) and smi.txt (the device).
 set -uo pipefail
 wheels=$1 out=$2
@@ -21,6 +22,7 @@ words=()
 for peer in original nvidia; do
   if [ -d "$wheels/$peer" ]; then words+=("--peer-$peer" "$wheels/$peer"); fi
 done
+if [ -f "$wheels/commit" ]; then words+=("--commit" "$(<"$wheels/commit")"); fi
 # Bash counts SECONDS from the start of this script. The run ends by itself before ten minutes are over.
 python3 -m tools.benchmarks.gpu --seconds $((560 - SECONDS)) --json "$out/gpu.jsonl" ${words[@]+"${words[@]}"} "$@" 2>&1 |
   tee "$out/log.txt"

@@ -49,7 +49,10 @@ class Journal:
         self._append({"job": job, "state": "begins"})
 
     def row(self, job: str, found: Mapping[str, object]) -> None:
-        """Append a result of the job."""
+        """Append a result of the job. `log`, the whole error of an error row, is appended to the log instead."""
+        found = dict(found)
+        if words := found.pop("log", ""):
+            self.explains(job, str(words))
         self._append({"job": job, **found})
 
     def ends(self, job: str) -> None:

@@ -241,9 +241,13 @@ def tests(setting: Setting) -> dict[str, Job]:
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call" or report.outcome != "passed":
-                words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
                 row: Row = {"outcome": report.outcome, "seconds": round(report.duration, 2)}
-                self.rows.append(row | ({} if report.outcome == "passed" else {"words": first_and_last_line(words)}))
+                words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+                if report.outcome == "failed":
+                    row |= {"error": first_and_last_line(words), "log": words}
+                elif report.outcome != "passed":
+                    row["words"] = first_and_last_line(words)
+                self.rows.append(row)
 
     def run(test: str) -> Found:
         reporter = Reporter()

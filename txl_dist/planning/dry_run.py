@@ -14,6 +14,7 @@ from txl_dist.config.load import Config, changes_to_toml, config_to_toml
 from txl_dist.config.schema import paths_of_sets
 from txl_dist.data.loader.stream_state import continued
 from txl_dist.distributed.collectives import RankInfo, uses_gpu
+from txl_dist.model.kernels.attention_launch import runs_triton
 from txl_dist.planning.recovery_cost import SPARE_BYTES, num_versions, version_bytes
 from txl_dist.planning.text import per_token
 from txl_dist.train.checkpoint.mirror.mirror import mirrored_precision
@@ -88,7 +89,9 @@ def describe_cost(context: RunContext) -> Iterator[str]:
     total_flops = step_flops * len(context.steps)
     yield f"cost: {per_token(context.flops)}, {step_flops / 1e9:,.1f} GFLOP per step, {total_flops:.3g} FLOP in all"
     size = checkpoint_size(config, vocab_size=vocab_size)
-    needed = bytes_per_rank(config, plan=context.plan, vocab_size=vocab_size, on_gpu=on_gpu)
+    needed = bytes_per_rank(
+        config, plan=context.plan, vocab_size=vocab_size, on_gpu=on_gpu, runs_triton=runs_triton(device)
+    )
     copies = _recovery_copies(config, size, num_ranks=context.plan.world_size)
     if copies and not on_gpu:
         needed["recovery copies"] = copies

@@ -22,6 +22,7 @@ from txl_dist.data.loader.target_sampler import TargetSettings
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
+from txl_dist.model.kernels.attention_launch import runs_triton
 from txl_dist.train.engine.precision import ChosenPrecision
 from txl_dist.train.footprint.fits import gpu_room, with_kept_scores
 from txl_dist.train.preflight import StageWarnings, check_hardware, check_text, warnings_on_stage
@@ -114,8 +115,8 @@ def _plan_stage(
     # XLNet's objective predicts tokens of whole segments only.
     eval_segment_len = train.segment_len if train.is_permutation else 1
     check_text(corpora, segment_len=train.segment_len, eval_segment_len=eval_segment_len, sample_prompt=prompt)
-    room = gpu_room(ranks.device)
-    if room:  # on a CPU nothing is kept
+    if runs_triton(ranks.device):  # only the Triton kernels keep scores
+        room = gpu_room(ranks.device)
         config = with_kept_scores(config, plan=plan, vocab_size=corpora.first.vocab_size, room=room)
     return stage_context(config, settings, plan, ranks, corpora, steps=steps)
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.benchmarks import gpu, gpu_jobs, gpu_rows, gpu_sections
+from tools.benchmarks import gpu, gpu_jobs, gpu_later, gpu_rows, gpu_sections
 from tools.benchmarks.gpu_rows import Journal
 from tools.benchmarks.trainers import OurTrainer
 from txl_dist.train.batch import batch_maker
@@ -68,6 +68,8 @@ if given.child == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if given.child == "hanging":
     time.sleep(600)
+if "late" in given.child:
+    time.sleep(6)
 if given.child == "raising":
     raise ValueError("on purpose")
 for job in journal.plans(given.child.split()):
@@ -82,7 +84,7 @@ for job in journal.plans(given.child.split()):
     journal.ends(job)
 """
 """A section's process whose jobs are the words of its name, in place of one that imports torch. The sections `killed`,
-`hanging` and `raising` begin no job."""
+`hanging` and `raising` begin no job. A section with a job `late` begins its first job after some seconds."""
 
 
 def rows_of(jobs: str, folder: Path, *, seconds: float, job_s: float) -> list[tuple[str, str]]:
@@ -104,6 +106,12 @@ def test_a_job_that_kills_its_process_or_ends_or_hangs_costs_its_own_row(tmp_pat
     assert found == [(job, errors.get(job, "")) for job in ["a", "kill", "b", "end", "c", "hang", "d"]]
 
 
+@pytest.mark.slow
+def test_the_limit_of_a_job_does_not_count_what_the_process_imports_before_its_jobs(tmp_path: Path) -> None:
+    found = rows_of("late hang", tmp_path, seconds=300, job_s=4)
+    assert found == [("late", ""), ("hang", "took longer than 4 s")]
+
+
 def test_a_section_that_hangs_is_killed_or_raises_before_its_jobs_costs_one_row_and_the_others_follow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +121,7 @@ def test_a_section_that_hangs_is_killed_or_raises_before_its_jobs_costs_one_row_
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", str(path)])
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
     sections = [gpu.Section(name, 1 if name == "hanging" else 100, 90) for name in ("hanging", "killed", "raising")]
-    arguments = argparse.Namespace(json=path, seconds=500.0, job_seconds=0.0)
+    arguments = argparse.Namespace(json=path, seconds=500.0, job_seconds=0.0, commit="")
     assert gpu.measure(arguments, [*sections, gpu.Section("a b", 100, 90)]) == 0
     found = rows_in(path)
     assert list(found) == ["hanging", "killed", "raising", "a b"]
@@ -206,10 +214,12 @@ def test_a_run_says_which_commit_and_which_device_it_measured(tmp_path: Path, mo
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # it would be the signal of this process
     arguments = argparse.Namespace(json=tmp_path / "gpu.jsonl", seconds=10.0)
-    gpu.measure(arguments, [])
-    opened = json.loads(arguments.json.read_text(encoding="utf-8"))
-    assert opened["device"] == "GPU 0: NVIDIA H100"
-    assert opened["commit"] == gpu.said_by("git", "rev-parse", "HEAD")
+    for arguments.commit in ("", "0123abcd"):
+        gpu.measure(arguments, [])
+    asked, given = map(json.loads, arguments.json.read_text(encoding="utf-8").splitlines())
+    assert asked["device"] == "GPU 0: NVIDIA H100"
+    assert asked["commit"] == gpu.said_by("git", "rev-parse", "HEAD")
+    assert given["commit"] == "0123abcd"
     assert gpu.said_by("no-such-program") == "unknown"
 
 
@@ -221,9 +231,92 @@ def test_a_slow_machine_gives_sections_and_jobs_more_time_in_proportion(
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
     monkeypatch.setattr(gpu, "run_section", lambda *_, ends, job_s: given.append((ends - began, job_s)))
     for seconds in (gpu.CALL_S, 3 * gpu.CALL_S, gpu.CALL_S / 27):
-        arguments = argparse.Namespace(json=tmp_path / "gpu.jsonl", seconds=seconds, job_seconds=0.0)
+        arguments = argparse.Namespace(json=tmp_path / "gpu.jsonl", seconds=seconds, job_seconds=0.0, commit="")
         gpu.measure(arguments, [gpu.Section("device", 40, 25)])
     assert given == [(pytest.approx(40, abs=10), 25), (pytest.approx(120, abs=10), 75), (pytest.approx(19, abs=10), 25)]
+
+
+def worked(section: gpu_jobs.Section, path: Path, *, device: str = "cpu") -> list[dict[str, Any]]:
+    """Rows of a section whose jobs run in this process."""
+    journal = Journal(path, section="here", began=1.0)
+    assert gpu_jobs.work(section, gpu_jobs.Setting(device, True, {}), journal)
+    return rows_in(path)["here"]
+
+
+def failing(*_: object, **__: object) -> gpu_later.Child:
+    """A run that fails after some output."""
+    return gpu_later.Child([sys.executable, "-c", "import sys; print('begins'); sys.exit('in between\\nat the end')"])
+
+
+def test_a_run_of_the_curves_that_fails_is_an_error_row_and_the_log_has_all_that_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_later, "prepared", lambda *, tiny: tmp_path)
+    monkeypatch.setattr(gpu_later, "_start", failing)
+    path = tmp_path / "gpu.jsonl"
+    rows = worked(gpu_later.curve, path)
+    # The first run fails, and then the CPU's run, with which all runs are compared.
+    assert [(row.get("run"), row["error"]) for row in rows] == [
+        ("fp32 again", "RuntimeError: begins ... at the end"),
+        (None, "RuntimeError: begins ... at the end"),
+    ]
+    log = (tmp_path / "gpu.jsonl.log").read_text(encoding="utf-8")
+    assert log.count("Traceback") == log.count("in between") == 2
+    # What a section writes to standard error is in the log at once, also if the section is killed.
+    assert capfd.readouterr().err.count("begins\nin between\nat the end\n") == 2
+
+
+def test_a_process_that_says_much_ends_while_nothing_waits_for_it(capfd: pytest.CaptureFixture[str]) -> None:
+    child = gpu_later.Child([sys.executable, "-c", "import sys; print('x' * 1_000_000, file=sys.stderr)"])
+    assert child.process.wait(timeout=60) == 0
+    assert len(child.wait()[1]) == len(capfd.readouterr().err) == 1_000_001
+
+
+@pytest.mark.parametrize("status", [0, 9])
+def test_what_the_sanitizer_finds_is_an_error_row_and_the_log_has_all_of_it(tmp_path: Path, status: int) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho COMPUTE-SANITIZER\necho at 0x10 >&2\necho ERROR SUMMARY: many\nexit {status}\n")
+    tool.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        (row,) = worked(gpu_later.memcheck, tmp_path / "gpu.jsonl", device="cuda")
+    assert (row["exit status"], row["words"]) == (status, "ERROR SUMMARY: many")
+    if status:
+        assert row["error"] == "COMPUTE-SANITIZER ... ERROR SUMMARY: many"
+        assert "at 0x10\n" in (tmp_path / "gpu.jsonl.log").read_text(encoding="utf-8")
+    else:
+        assert "error" not in row
+
+
+FAILS = """
+import pytest
+def test_that_fails():
+    difference = 3
+    assert difference < 2, "too large"
+def test_that_passes():
+    pass
+def test_that_is_skipped():
+    pytest.skip("no GPU")
+"""
+
+
+def test_a_test_that_fails_is_an_error_row_and_the_log_has_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "tests/gpu/test_kernels_gpu.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(FAILS, encoding="utf-8")
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(gpu_sections, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_sections, "FIRST_TESTS", ())
+    jobs = gpu_sections.tests(gpu_jobs.Setting("cpu", False, {}))
+    failed, passed, skipped = worked(lambda setting: jobs, tmp_path / "gpu.jsonl")
+    assert [row["outcome"] for row in (failed, passed, skipped)] == ["failed", "passed", "skipped"]
+    assert failed["error"].startswith("def test_that_fails(): ... ")
+    assert failed["error"].endswith("AssertionError")
+    assert "error" not in passed | skipped
+    assert skipped["words"] == "Skipped: no GPU"
+    assert "AssertionError: too large" in (tmp_path / "gpu.jsonl.log").read_text(encoding="utf-8")
 
 
 CHEAPEST = {

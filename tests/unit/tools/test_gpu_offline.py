@@ -47,6 +47,7 @@ def test_one_command_installs_wheels_unpacks_kernels_and_leaves_rows_after_a_job
     kernel.write_text("kernel")
     with tarfile.open(wheels / "kernels.tar.gz", "w:gz") as archive:
         archive.add(kernel, arcname=str(kernel.relative_to("/")))
+    (wheels / "commit").write_text("0123abcd\n")
     kernel.unlink()
     own = {"TXL_SITE": str(tmp_path / "site"), "SEEN": str(tmp_path / "seen.txt")}
     own |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -57,6 +58,8 @@ def test_one_command_installs_wheels_unpacks_kernels_and_leaves_rows_after_a_job
     assert kernel.read_text() == "kernel"
     assert str(FOLDER) in (tmp_path / "seen.txt").read_text().splitlines()
     assert {path.name for path in out.iterdir()} == {"gpu.jsonl", "gpu.jsonl.log", "log.txt", "smi.txt"}
+    (opened,) = [entry for entry in all_entries(out / "gpu.jsonl") if entry.get("state") == "opens"]
+    assert opened["commit"] == "0123abcd"
     found = [entry for entry in all_entries(out / "gpu.jsonl") if "state" not in entry]
     assert [row.get("error") for row in found] == ["killed by SIGKILL.", *[None] * 6]
     assert [row["job"] for row in found][1:] == ["copies"] * 2 + ["products"] + ["launches"] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from txl_dist.data.loader import corpora as corpora_module
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters
+from txl_dist.planning import dry_run
 from txl_dist.train import run_plan
+from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.run_plan import RunPlan, plan_run
 
 RANK = RankInfo(0, 1, 0, torch.device("cpu"), num_threads=1)
@@ -85,6 +88,30 @@ def test_a_vocabulary_that_does_not_fit_is_refused_before_a_model_is_built(
     monkeypatch.setattr(run_plan, "count_parameters", fail)
     with pytest.raises(ConfigError, match=r"model\.cutoffs=\[50, 999999\] must be below the vocabulary size"):
         planned(tmp_path, model={"cutoffs": [50, 999_999]})
+
+
+def test_scores_are_kept_only_if_triton_kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_plan, "gpu_room", lambda device: 1e12)
+    kept = []
+    for runs in (True, False):
+        monkeypatch.setattr(run_plan, "runs_triton", lambda device, runs=runs: runs)
+        kept.append(planned(tmp_path).stages[0].context.config.engine.keep_scores)
+    assert kept == ["on", "auto"]  # the engine keeps scores only if the setting is "on"
+
+
+def test_a_dry_run_counts_the_memory_of_a_gpu_that_runs_no_triton_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = planned(tmp_path, engine={"precision": "bf16"}).stages[0].context
+    context = dataclasses.replace(context, ranks=dataclasses.replace(RANK, device=torch.device("cuda")))
+    monkeypatch.setattr(dry_run, "room_bytes", lambda device: 2.0**33)
+    for runs in (True, False):
+        monkeypatch.setattr(dry_run, "runs_triton", lambda device, runs=runs: runs)
+        needed = bytes_per_rank(
+            context.config, plan=context.plan, vocab_size=context.vocab_size, on_gpu=True, runs_triton=runs
+        )
+        (line,) = (line for line in dry_run.describe_cost(context) if "memory per rank" in line)
+        assert f" {sum(needed.values()) / 2**20:,.1f} MiB " in line
 
 
 def test_the_number_of_parameters_is_that_of_the_model(tmp_path: Path) -> None:

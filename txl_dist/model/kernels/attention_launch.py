@@ -210,6 +210,11 @@ def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool, in_any_or
     return unsupported_device_reason(query_BTNH) or shape_reason
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton kernels can run on this device."""
+    return device.type == "cuda" and unsupported_device_reason(torch.empty(0, device=device)) is None
+
+
 def unsupported_device_reason(on_device: Tensor) -> str | None:
     """Return why Triton kernels cannot run on this tensor's device, or None if they can."""
     if not on_device.is_cuda:

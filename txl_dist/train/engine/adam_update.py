@@ -21,13 +21,18 @@ _BLOCK = 1024
 """Number of values that a program of the kernel computes."""
 _MOST_TENSORS = 16
 """Largest number of tensors in one launch. Each has its own code in the kernel."""
+_OTHER_STEPS = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Options of torch's Adam with which its step is another one than the kernel's, or runs without the host."""
 
 
 def kernel_updates(optimizer: torch.optim.Optimizer, master: Tensor, *, setting: AttentionKernel) -> bool:
     """Return whether the kernel can make this optimizer's steps for fp32 weights like `master`. `setting` is
     `engine.attention`."""
-    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    return is_adam and setting in ("auto", "triton") and unsupported_device_reason(master) is None
+    if setting not in ("auto", "triton") or type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    if any(group[name] for group in optimizer.param_groups for name in _OTHER_STEPS):
+        return False
+    return unsupported_device_reason(master) is None
 
 
 def update_group(
@@ -52,7 +57,7 @@ def update_group(
     state["step"] = state["step"].cpu() + 1
     count = float(state["step"])
     mean_kept, square_kept = group["betas"]
-    is_decoupled = type(optimizer) is torch.optim.AdamW
+    is_decoupled = group["decoupled_weight_decay"]
     decay = group["weight_decay"] * (group["lr"] if is_decoupled else 1.0)
     rate = group["lr"] / (1 - mean_kept**count)
     root = math.sqrt(1 - square_kept**count)

@@ -26,6 +26,7 @@ from txl_dist.distributed.collectives import local_world_size
 from txl_dist.errors import ConfigError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS
+from txl_dist.model.kernels.attention_launch import runs_triton
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
@@ -56,7 +57,9 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
         return
 
     def needed(config: Config, plan: BatchPlan) -> float:
-        by_holder = bytes_per_rank(config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu)
+        by_holder = bytes_per_rank(
+            config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu, runs_triton=runs_triton(device)
+        )
         return num_sharing * sum(by_holder.values())
 
     def fits(change: Change, world_size: int = plan.world_size) -> bool:

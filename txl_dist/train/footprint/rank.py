@@ -52,8 +52,8 @@ def bytes_per_rank(
     """Return the largest number of bytes that any rank uses at once, by kind. The sum over the kinds is the peak.
 
     `cluster_shares` are the shares of the tokens, one per cluster of the vocabulary. Without them `typical_shares` are
-    used. `runs_triton` says whether the GPU can make Adam's update by a Triton kernel. With offloading the optimizer is
-    not included. Temporary copies of gradients and weights count as activations.
+    used. `runs_triton` says whether the GPU can run Triton kernels. With offloading the optimizer is not included.
+    Temporary copies of gradients and weights count as activations.
     Kept distance scores are counted if engine.keep_scores is "on", and not if it is "auto" (see `with_kept_scores`).
     If the start of the run needs more memory than any step, the additional memory counts as activations too.
     """
@@ -63,7 +63,13 @@ def bytes_per_rank(
     sizes, padded = _sizes_of(config, plan=plan, vocab_size=vocab_size, is_padded=is_padded)
     held = _held_bytes(config, sizes, plan=plan, on_gpu=on_gpu)
     peak = _micro_step_peak(
-        config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu, is_padded=is_padded
+        config,
+        plan=plan,
+        vocab_size=vocab_size,
+        cluster_shares=cluster_shares,
+        on_gpu=on_gpu,
+        runs_triton=runs_triton,
+        is_padded=is_padded,
     )
     recorded = 0.0
     if engine.replays(on_gpu=on_gpu):
@@ -320,6 +326,7 @@ def _micro_step_peak(
     vocab_size: int,
     cluster_shares: Sequence[float],
     on_gpu: bool,
+    runs_triton: bool,
     is_padded: bool,
 ) -> Peak:
     """Return the peak of forward and backward pass of one micro-batch, with the gradients that the ZeRO stage keeps.
@@ -340,7 +347,7 @@ def _micro_step_peak(
         step_len=train.step_len,
         num_targets=train.num_targets,
         dtype=DTYPES[engine.dtype],
-        attention=engine.attention,
+        attention="fused" if engine.attention == "auto" and not runs_triton else engine.attention,
         recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,
         is_flat=stage < 3 and not config.optim.kind.needs_whole_tensors,
         on_gpu=on_gpu,

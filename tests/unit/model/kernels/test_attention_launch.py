@@ -186,6 +186,14 @@ def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     assert unsupported_reason(torch.empty(1, 1, 1, 64), has_position_bias=True) == "triton is not installed"
 
 
+@pytest.mark.parametrize("reason", ["a small Triton kernel failed", None])
+def test_a_gpu_runs_triton_if_nothing_is_missing(reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda size, device: device)  # this build of torch may have no CUDA
+    monkeypatch.setattr(attention_launch, "unsupported_device_reason", lambda tensor: reason)
+    assert attention_launch.runs_triton(torch.device("cuda")) is (reason is None)
+    assert not attention_launch.runs_triton(torch.device("cpu"))
+
+
 def test_the_kernels_of_rows_run_where_those_of_attention_do(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.zeros(2, 8, dtype=torch.bfloat16)
     assert not rows.runs("auto", half)  # on a CPU

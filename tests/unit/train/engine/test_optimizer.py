@@ -3,6 +3,7 @@
 Each optimizer is compared with its equations in a loop over tensors.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from txl_dist.config.load import choices_of
 from txl_dist.config.schema import OPTIMIZERS, ModelSection, OptimSection
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
+from txl_dist.train.engine import adam_update
 from txl_dist.train.engine.optimizer import BUILDERS, apply_settings, build_optimizer
 
 
@@ -50,6 +52,41 @@ def test_sgd_has_momentum_and_no_betas() -> None:
     apply_settings(optimizer.param_groups, OptimSection(name="sgd", momentum=0.9, weight_decay=0.3))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
     assert all(group["momentum"] == 0.9 and "betas" not in group for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW], ids=lambda kind: kind.__name__)
+def test_the_kernel_replaces_only_steps_of_adam_that_it_computes(
+    kind: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adam_update, "unsupported_device_reason", lambda x: None)
+    plain, special = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+
+    def replaced(**options: bool) -> bool:
+        optimizer = kind([{"params": [plain]}, {"params": [special], **options}])
+        return adam_update.kernel_updates(optimizer, plain, setting="auto")
+
+    assert replaced()
+    assert replaced(fused=True)
+    assert replaced(foreach=True)
+    assert replaced(decoupled_weight_decay=True)
+    for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+        assert not replaced(**{option: True}), option
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_the_kernel_decays_weights_as_the_optimizers_options_say(
+    is_decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[float, bool]] = []
+    monkeypatch.setattr(
+        adam_update, "start_step", lambda *given, is_decoupled: started.append((given[2][1], is_decoupled))
+    )
+    master = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([master], lr=0.5, weight_decay=0.1, decoupled_weight_decay=is_decoupled)
+    adam_update.update_group(optimizer, optimizer.param_groups[0], [torch.ones(3)], torch.ones(3), divisor=1.0)
+    ((decay, decouples),) = started
+    assert decouples is is_decoupled
+    assert math.isclose(decay, 0.05 if is_decoupled else 0.1)
 
 
 class Weights(nn.Module):

@@ -29,14 +29,17 @@ LONG = {"num_lanes": 16, "segment_len": 128, "memory_len": 128, "microbatch_lane
 CPU = torch.device("cpu")
 
 
-def predicted(config: Config, *, world_size: int, on_gpu: bool = False) -> float:
+def predicted(config: Config, *, world_size: int, on_gpu: bool = False, runs_triton: bool = True) -> float:
     plan = plan_batch(config.train, world_size=world_size)
-    return sum(bytes_per_rank(config, plan=plan, vocab_size=VOCAB_SIZE, on_gpu=on_gpu).values())
+    return sum(
+        bytes_per_rank(config, plan=plan, vocab_size=VOCAB_SIZE, on_gpu=on_gpu, runs_triton=runs_triton).values()
+    )
 
 
-def check(config: Config, *, room: float, world_size: int = 2, device: str = "cpu") -> None:
+def check(config: Config, *, room: float, world_size: int = 2, device: str = "cpu", runs_triton: bool = True) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fits, "room_bytes", lambda _: room)
+        patch.setattr(fits, "runs_triton", lambda _: runs_triton)
         plan = plan_batch(config.train, world_size=world_size)
         num_parameters = count_parameters(config.model, vocab_size=VOCAB_SIZE)
         fits.check_fits(
@@ -75,6 +78,16 @@ def test_a_run_that_does_not_fit_with_graphs_may_go_without(monkeypatch: pytest.
     room = predicted(eager, world_size=2, on_gpu=True) + 1
     check(eager, room=room, device="cuda")
     assert (2, {"engine.cuda_graph": "off"}) in proposals(refusal(graphed, room=room, device="cuda"))
+
+
+def test_on_a_gpu_that_runs_no_triton_kernel_the_copies_for_torchs_adam_must_fit_too() -> None:
+    wide = {"num_layers": 1, "width": 256, "num_heads": 2, "head_width": 128, "ff_width": 8192, "cutoffs": []}
+    short = {"num_lanes": 1, "microbatch_lanes": 1, "segment_len": 4, "memory_len": 0}
+    config = tiny_config(model=wide, train=short, engine={"precision": "fp16", "zero_stage": 1})
+    room = 1.01 * fits.SURE["cuda"] * predicted(config, world_size=1, on_gpu=True)
+    check(config, room=room, world_size=1, device="cuda")
+    with pytest.raises(ConfigError, match="does not fit into memory"):
+        check(config, room=room, world_size=1, device="cuda", runs_triton=False)
 
 
 def with_flags(config: Config, flags: dict[str, str]) -> Config:
@@ -150,7 +163,7 @@ def test_what_fits_by_the_formula_is_not_followed(monkeypatch: pytest.MonkeyPatc
     check(tiny_config(), room=2.0**33)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(("on_gpu", "runs_triton"), [(False, False), (True, True), (True, False)])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -166,12 +179,12 @@ def test_what_fits_by_the_formula_is_not_followed(monkeypatch: pytest.MonkeyPatc
         {"train": LONG | {"memory_len": 4096}, "recover": {"spares": 1}},
     ],
 )
-def test_the_formula_is_never_below_the_prediction(changes: dict[str, Any], on_gpu: bool) -> None:
+def test_the_formula_is_never_below_the_prediction(changes: dict[str, Any], on_gpu: bool, runs_triton: bool) -> None:
     config = tiny_config(**changes)
     plan = plan_batch(config.train, world_size=2)
     num_parameters = count_parameters(config.model, vocab_size=VOCAB_SIZE)
     bound = fits.bound_bytes(config, plan=plan, num_parameters=num_parameters, vocab_size=VOCAB_SIZE, on_gpu=on_gpu)
-    assert bound > 1.2 * predicted(config, world_size=2, on_gpu=on_gpu)
+    assert bound > 1.2 * predicted(config, world_size=2, on_gpu=on_gpu, runs_triton=runs_triton)
 
 
 def test_control_groups_narrow_what_a_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,19 @@ def test_only_a_gpu_that_runs_triton_kernels_updates_without_copies_of_the_gradi
     assert by_torch["activations"] == copies > 2 * by_kernel["activations"]
 
 
+def test_a_gpu_that_runs_no_triton_kernels_needs_what_fused_attention_needs() -> None:
+    engine = {"precision": "bf16", "zero_stage": 1, "keep_scores": "on"}
+    config = tiny_config(train={"segment_len": 64, "memory_len": 64}, engine=engine)
+    plan = plan_batch(config.train, world_size=1)
+
+    def bytes_on_gpu(attention: str, *, runs_triton: bool) -> dict[str, float]:
+        chosen = changed(config, {"engine.attention": attention})
+        return bytes_per_rank(chosen, plan=plan, vocab_size=300, on_gpu=True, runs_triton=runs_triton)
+
+    assert bytes_on_gpu("auto", runs_triton=False) == bytes_on_gpu("fused", runs_triton=False)
+    assert bytes_on_gpu("auto", runs_triton=True) != bytes_on_gpu("fused", runs_triton=True)
+
+
 def test_half_precision_halves_weights_and_memories_and_has_fp32_masters() -> None:
     parameters = count_parameters(tiny_config().model, vocab_size=300)
     full, half = held(tiny_config()), held(tiny_config(engine={"precision": "bf16"}), on_gpu=True)
