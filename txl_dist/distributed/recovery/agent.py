@@ -502,8 +502,11 @@ class Agent:
             self._tell_coordinator({"kind": "status", "status": self._page.read(), **sent})
 
     def _look_at_lease(self, now_s: float) -> None:
-        """Kill the rank if the coordinator may soon count this agent as lost. The agent can still get a replacement."""
-        if self._lease_s is None or self._pid == 0 or self._is_leaving or self._deadline_s is not None:
+        """Kill the rank if the coordinator may soon count this agent as lost. The agent can still get a replacement.
+
+        A rank that was asked to end is killed too: after a pause of this node, its number may be another's by now.
+        """
+        if self._lease_s is None or self._pid == 0 or self._is_leaving:
             return
         if now_s > self._lease_s + self._options.silent_s and self._exit_status is None and not self._cause:
             self._cause = CUT_OFF

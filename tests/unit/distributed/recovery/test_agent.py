@@ -17,7 +17,9 @@ import pytest
 
 from txl_dist.artifacts import STOP
 from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.recovery.agent import Agent
 from txl_dist.distributed.recovery.job_file import JobAddress, publish_job
+from txl_dist.distributed.recovery.seat import AgentOptions
 from txl_dist.errors import HANG
 
 AGENT = """
@@ -372,6 +374,22 @@ def test_a_job_shrinks_by_a_rank_that_cannot_be_ended_whose_agent_ends_with_the_
     assert [agent.wait(30) for agent in agents.agents] == [0, 0]
     os.kill(stuck, signal.SIGKILL)
     agents.end()
+
+
+@pytest.mark.parametrize("deadline_s", [None, 110.0])
+def test_after_a_pause_of_its_node_a_rank_is_killed_at_once_even_if_it_was_asked_to_end(
+    deadline_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr(Agent, "_signal", lambda self, number: signals.append(number))
+    paused = object.__new__(Agent)
+    paused._options = AgentOptions(silent_s=6.0, max_in_row=3)
+    paused._pid, paused._is_leaving, paused._exit_status, paused._cause = 1, False, None, ""
+    paused._lease_s, paused._deadline_s = 90.0, deadline_s
+    paused._look_at_lease(95.0)
+    assert signals == []
+    paused._look_at_lease(100.0)
+    assert signals == [signal.SIGKILL]
 
 
 def test_a_replacement_that_ends_after_its_spare_has_ended_well(agents: Agents) -> None:
