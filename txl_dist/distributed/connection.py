@@ -1,7 +1,7 @@
 """Connections that exchange lines of JSON between processes of a job, for heartbeats and for recovery.
 
-Each line is one message. A connection receives what has arrived, and never waits for more. It waits shortly to send a
-line that is longer than the socket's buffer.
+Each line is one message. A connection receives what has arrived, and never waits for more. It waits at most 1 s to
+send a line that is longer than the socket's buffer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import select
 import socket
+import time
 from typing import Any
 
 from txl_dist.io.files import parse_object
@@ -18,7 +19,7 @@ MAX_LINE_BYTES = 1 << 20
 plan of recovery: about 100 bytes for each rank that was lost at once."""
 _READ_BYTES = 1 << 16
 _SEND_S = 1.0
-"""Seconds in which the peer must take a part of a line."""
+"""Seconds in which the peer must take a line."""
 
 Message = dict[str, Any]
 """One line of JSON between processes, for example a report of a rank's progress."""
@@ -35,13 +36,14 @@ class Connection:
     def send(self, message: Message) -> None:
         """Send one line. Raises OSError if the peer is gone, or has not read for a long time."""
         rest = memoryview(json.dumps(message).encode() + b"\n")
+        end_s = time.monotonic() + _SEND_S
         while rest:
             try:
                 rest = rest[self.peer.send(rest) :]
             except BlockingIOError:
                 buffer = select.poll()
                 buffer.register(self.peer, select.POLLOUT)
-                if not buffer.poll(1000 * _SEND_S):
+                if not buffer.poll(1000 * max(0.0, end_s - time.monotonic())):
                     raise
 
     def receive(self) -> list[Message]:

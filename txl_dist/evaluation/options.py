@@ -243,6 +243,8 @@ class AdaptationOptions:
                 "--adapt. Give at most one value to each of --memory-len, --segment-len and --clamp-len, and remove "
                 "--protocol and --log-probs."
             )
+        if self.adapt == "dynamic" and overrides.precision == "bf16":
+            raise ConfigError("--adapt dynamic updates weights in fp32. Remove --precision bf16.")
         if self.adapt == "dynamic" and not is_alone():
             raise ConfigError(
                 "--adapt dynamic updates the weights after every segment and cannot split these updates over ranks. "

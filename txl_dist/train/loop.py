@@ -456,7 +456,7 @@ class TrainingRun:
             warn_for_all("no rewind: the run has no checkpoint from before the spike at step %d", first_bad)
             return None
         saved, stream = target
-        run_on_rank0(lambda: quarantine(self.context.run_dir, newer_than=saved.folder, word="rewound"))
+        run_on_rank0(lambda: quarantine(self.context.run_dir, after_step=saved.step, word="rewound"))
         self.saving.set_newest(saved.folder)
         self.observer.forget(after=saved.step)
         self.recovery.wait()

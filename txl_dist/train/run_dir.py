@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from txl_dist.artifacts import (
-    CHECKPOINT_NAME,
     CHECKPOINTS,
     DONE,
     LOCK,
@@ -25,6 +24,7 @@ from txl_dist.artifacts import (
     detect_artifact,
     list_checkpoints,
     require,
+    step_of,
 )
 from txl_dist.config.load import Config, config_changes, load_config
 from txl_dist.config.phases import whole
@@ -192,7 +192,7 @@ def tidy_checkpoints(run_dir: Path, *, newest: Path | None) -> None:
     for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if newest is not None:
-        quarantine(run_dir, newer_than=newest, word="damaged")
+        quarantine(run_dir, after_step=step_of(newest), word="damaged")
 
 
 def refuse_frozen_changes(old: Config, new: Config, *, made: str, choose: str = "--run.dir") -> list[str]:
@@ -236,14 +236,14 @@ def evaluated_losses(run_dir: Path, *, up_to: int, kind: str = "eval") -> dict[i
     return losses
 
 
-def quarantine(run_dir: Path, *, newer_than: Path, word: str) -> None:
-    """Rename the checkpoints that are newer than `newer_than`, so that no run resumes them. Only rank 0 calls it.
+def quarantine(run_dir: Path, *, after_step: int, word: str) -> None:
+    """Rename the checkpoints of steps after `after_step`, so that no run resumes them. Only rank 0 calls it.
 
     These checkpoints are damaged, or the run has rewound to an older checkpoint. They are kept for inspection, with
     `word` in their names.
     """
-    for path in sorted((run_dir / CHECKPOINTS).glob("step_*")):
-        if path.name > newer_than.name and CHECKPOINT_NAME.fullmatch(path.name):
+    for path in list_checkpoints(run_dir):
+        if step_of(path) > after_step:
             path.rename(unique_path(path, word))
 
 

@@ -34,7 +34,15 @@ from txl_dist.distributed.collectives import (
     run_on_rank0,
 )
 from txl_dist.distributed.recovery.seat import node_name
-from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, raised_everywhere
+from txl_dist.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LostRankError,
+    TxlError,
+    UnreachableError,
+    raised_everywhere,
+)
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
@@ -92,7 +100,8 @@ def pretrain(
             `Callback`, and must be the same on every rank.
         resume: "auto" resumes the newest undamaged checkpoint if there is one. "must" requires a checkpoint, and
             "never" refuses one. The path of a checkpoint folder resumes that checkpoint.
-        max_time_s: Age of the process in seconds after which the run saves and stops. 0 means no limit.
+        max_time_s: Age of the process in seconds after which the run saves and stops, with recovery the age of the
+            job. 0 means no limit.
         profile: Steps that rank 0 traces (see `profile`).
 
     Raises a TxlError on every rank if the run cannot start or continue. For example, it raises ConfigError for
@@ -143,7 +152,7 @@ def _pretrain_with_recovery(
     """Train as `pretrain` does, in one generation after another until the run ends.
 
     If a rank is lost, the other ranks leave the process groups, and start again in the same processes from the newest
-    state that all ranks have stored. Raises TxlError as `pretrain` does.
+    state that all ranks have stored, or from a newer checkpoint. Raises TxlError as `pretrain` does.
     """
     run_dir = Path(config.run.dir)
     with ExitStack() as process_stack:
@@ -391,17 +400,18 @@ def _choose_state(
 ) -> tuple[StoredState | None, Choice, Stage]:
     """Choose the state from which the run continues. All ranks call it together.
 
-    After the loss of a rank the newest stored state takes the place of a checkpoint, unless a checkpoint is newer. If
-    the newest checkpoint is only in `mirror`, it is downloaded. Returns (the stored state or None, the choice of a
-    checkpoint, the phase).
+    After the loss of a rank the newest stored state takes the place of a checkpoint, unless a whole checkpoint is
+    newer. If the newest checkpoint is only in `mirror`, it is downloaded. Returns (the stored state or None, the choice
+    of a checkpoint, the phase).
     """
     stored = recovery.take_stored()
     choice = Choice(None, [])
     if stored is None or run_on_rank0(lambda: newest_step(plan.run_dir)) > stored.step:  # copies may be rarer
-        if mirror is not None:
-            choice = mirror.choose(resume, is_start=is_start)
-        else:
-            choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
+        with suppress(*(CheckpointError,) if stored else ()):  # copies need no whole checkpoint
+            if mirror is not None:
+                choice = mirror.choose(resume, is_start=is_start)
+            else:
+                choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
     if stored is None or (choice.saved is not None and choice.saved.step > stored.step):
         return None, choice, plan.stage_at(choice.saved.step if choice.saved else 0)
     # The phase that made the step may lack its last checkpoint or evaluation, so it ends before the next begins.
@@ -485,16 +495,14 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
 def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:
     """Return, on rank 0, how training starts from a stored state after the loss of a rank.
 
-    The run has passed all checks before, so nothing is checked again.
+    The run has passed all checks before, so nothing is checked again. Checkpoints of later steps are damaged, and get
+    another name.
     """
-    return Start(
-        step,
-        stream,
-        context.corpora.first.tokenizer.to_json(),
-        evaluated_losses(context.run_dir, up_to=step, kind=context.corpora.first_kind),
-        warnings=[],
-        newest=next(reversed(list_checkpoints(context.run_dir)), None),
-    )
+    quarantine(context.run_dir, after_step=step, word="damaged")
+    tokenizer_json = context.corpora.first.tokenizer.to_json()
+    evaluated = evaluated_losses(context.run_dir, up_to=step, kind=context.corpora.first_kind)
+    newest = next(reversed(list_checkpoints(context.run_dir)), None)
+    return Start(step, stream, tokenizer_json, evaluated, [], newest=newest)
 
 
 def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
@@ -523,7 +531,7 @@ def _open_run(plan: RunPlan, start: Start) -> None:
     open_run_dir(run_dir, plan.saved_settings.toml)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Newer checkpoints are damaged and were skipped: they must not count among the checkpoints to keep.
-        quarantine(run_dir, newer_than=checkpoint, word="damaged")
+        quarantine(run_dir, after_step=start.step, word="damaged")
     start_logging(rank=0, file=run_dir / LOG)
     if checkpoint is None and start.step:
         logger.info("recovery: from the state after step %d, which all ranks have stored", start.step)

@@ -167,6 +167,7 @@ def test_weights_of_half_precision_are_stepped_in_fp32(made: Made, tmp_path: Pat
         ({**DYNAMIC, "adapt_eps": 0.0}, {}, "--adapt-eps 0.0: it must be above 0"),
         ({**DYNAMIC, "adapt_batches": 0}, {}, "--adapt-batches 0: it must be 1 to"),
         (CACHE, {"memory_len": (0, 8)}, "--adapt cache is compared with one evaluation of the whole split"),
+        (DYNAMIC, {"precision": "bf16"}, "--adapt dynamic updates weights in fp32"),
         (DYNAMIC, {"protocol": "original"}, "--adapt dynamic is compared with one evaluation of the whole split"),
     ],
     ids=str,

@@ -484,7 +484,7 @@ def test_a_device_that_emulates_bf16_is_named_in_a_warning(
     start_logging()
     txl_dist.load(tmp_path / "bundle", precision=precision)
     warning = "inference in bf16 is slower than in fp32 here: the processor has neither AMX nor AVX-512 BF16"
-    assert f"{warning}. Use --precision fp32" in capsys.readouterr().err
+    assert f"{warning}. Choose precision fp32 (--precision fp32)" in capsys.readouterr().err
     txl_dist.load(tmp_path / "bundle", precision="fp32")
     assert capsys.readouterr().err == ""
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from txl_dist.artifacts import checkpoint_folder
+from txl_dist.errors import CheckpointError
 from txl_dist.train import start
 from txl_dist.train.checkpoint.read import Choice
 from txl_dist.train.checkpoint.recovery import Recovery
@@ -61,6 +62,33 @@ def test_a_checkpoint_that_is_newer_than_the_copies_takes_their_place(
 
 def test_a_newer_checkpoint_that_is_damaged_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert continued(monkeypatch, tmp_path, stored=10, saved=8, damaged=11) == (10, None, 0)
+
+
+def test_copies_are_used_if_every_checkpoint_is_damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(run_dir: Path, resume: str, *, ranks: object) -> Choice:
+        raise CheckpointError("all checkpoints are damaged")
+
+    checkpoint_folder(tmp_path, 11).mkdir(parents=True)
+    monkeypatch.setattr(start, "choose_together", refuse)
+    monkeypatch.setattr(start, "run_on_rank0", lambda action: action())
+    none: Any = None
+    plan = RunPlan(none, tmp_path, none, cast("Any", tuple(PHASES)), 0, none)
+    for stored in (SimpleNamespace(step=10), None):
+        recovery: Any = SimpleNamespace(take_stored=lambda stored=stored: stored)
+        if stored:
+            assert start._choose_state(plan, recovery, None, resume="auto", is_start=True)[0] is stored
+            continue
+        with pytest.raises(CheckpointError):
+            start._choose_state(plan, recovery, None, resume="auto", is_start=True)
+
+
+def test_a_damaged_checkpoint_of_a_later_step_keeps_no_later_save_from_being_made(tmp_path: Path) -> None:
+    for step in (8, 11):
+        checkpoint_folder(tmp_path, step).mkdir(parents=True)
+    corpora = SimpleNamespace(first=SimpleNamespace(tokenizer=SimpleNamespace(to_json=str)), first_kind="valid")
+    context: Any = SimpleNamespace(run_dir=tmp_path, corpora=corpora)
+    assert start._restart(context, step=10, stream=cast("Any", None)).newest == checkpoint_folder(tmp_path, 8)
+    assert not checkpoint_folder(tmp_path, 11).exists()
 
 
 def nothing(*_: object, **__: object) -> None:

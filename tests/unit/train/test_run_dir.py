@@ -142,7 +142,7 @@ def test_newer_checkpoints_are_set_aside_under_a_name_of_their_own(tmp_path: Pat
     folder = tmp_path / "checkpoints"
     for name in ("step_000000010", "step_000000020", "step_000000030", "step_000000030.damaged-1"):
         (folder / name).mkdir(parents=True)
-    quarantine(tmp_path, newer_than=folder / "step_000000010", word="damaged")
+    quarantine(tmp_path, after_step=10, word="damaged")
     assert sorted(path.name for path in folder.iterdir()) == [
         "step_000000010",
         "step_000000020.damaged-1",

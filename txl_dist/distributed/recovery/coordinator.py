@@ -343,6 +343,7 @@ class Coordinator:
             return
         if lost.is_stuck:  # its loss was counted before
             lost.is_stuck = False
+            self._planned_s = now_s  # its replacement has the whole time
             self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
             return
         cause = lost.kill or str(message["cause"])
@@ -441,6 +442,7 @@ class Coordinator:
             taker.ready = 0
             taker.is_alive = False
             lost.rank = -1
+            lost.is_stuck = False
         self._plan(now_s)
         for taker in free[: len(missing)]:
             self._send_to_node(taker.node, {"kind": "replace", "seat": taker.seat})
@@ -461,6 +463,7 @@ class Coordinator:
         staying = sorted(by_process[:size], key=lambda agent: agent.rank)
         for agent in self._ranked.values():
             agent.rank = -1
+            agent.is_stuck = False
         for rank, agent in enumerate(staying):
             agent.rank = rank
         for agent in by_process[size:]:  # their agents kill them

@@ -61,7 +61,10 @@ class CoordinatorServer:
                     os.kill(process.pid, signal.SIGKILL)
 
     def _run(self) -> None:
-        """Serve the agents. A fault of the coordinator ends the job, because nobody would notice a later loss."""
+        """Serve the agents. A fault of the coordinator ends the job, because nobody would notice a later loss.
+
+        Faults that a malformed message can cause are no such faults. They cost that agent (`_hear`).
+        """
         try:
             self._serve()
         except Exception as error:  # noqa: BLE001  whatever it is, the job must not go on without a coordinator
@@ -110,7 +113,12 @@ class CoordinatorServer:
                 address = connection.peer.getpeername()[0].removeprefix("::ffff:")  # IPv4 at a socket of IPv6
                 self._coordinator.receive(number, {"address": address, **message}, time.monotonic())
                 self._agents[connection] = number
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            number = self._agents[connection]
+            if number >= 0 and not isinstance(error, OSError):
+                with suppress(OSError):  # the terminal is gone
+                    said = f"a message of agent {number} cannot be used, so it counts as lost: {in_one_line(error)}"
+                    echo(f"txl: recovery: {said}", to=sys.stderr, flush=True)
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
@@ -126,6 +134,7 @@ class CoordinatorServer:
             with suppress(OSError):  # the terminal is gone
                 echo(f"txl: recovery: {line}", to=sys.stderr, flush=True)
         self._coordinator.lines.clear()
+        self._drop_silent()  # first, because a send to them would wait
         while messages := self._coordinator.take_messages():
             for number, message in messages:
                 for connection in self._connections_of(number):
@@ -133,6 +142,10 @@ class CoordinatorServer:
                         connection.send(message)
                     except OSError:
                         self._drop(connection)
+            self._drop_silent()
+
+    def _drop_silent(self) -> None:
+        """Close the connections of the agents that the coordinator has given up."""
         while self._coordinator.dropped:
             for connection in self._connections_of(self._coordinator.dropped.pop(0)):
                 self._drop(connection)

@@ -51,15 +51,8 @@ class Partner:
         The partner must have a rank. A version that arrives damaged is sent once more. Raises LostRankError if the
         agent is gone, and TrainingError if it cannot keep the version.
         """
-        assert self._connection is not None
         try:
-            try:
-                self._connection.put(slot, kept=kept)
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                logger.warning("recovery: a copy for the agent of rank %d arrived damaged. It is sent again", self.rank)
-                self._connection.put(slot, kept=kept)
+            self._put(slot, kept=kept)
         except (ConnectionError, TimeoutError) as error:
             raise LostRankError(self._describe(error)) from error
         except OSError as error:
@@ -67,6 +60,17 @@ class Partner:
             if error.errno == errno.EIO:
                 remedy = "The copy arrived damaged twice. Test the memory and the network of both nodes"
             raise TrainingError(f"{self._describe(error)}. {remedy}, or set recover.copies to node.") from error
+
+    def _put(self, slot: SlotFile, *, kept: int) -> None:
+        """Send the version in a slot, and once more if it arrives damaged. Raises OSError."""
+        assert self._connection is not None
+        try:
+            self._connection.put(slot, kept=kept)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            logger.warning("recovery: a copy for the agent of rank %d arrived damaged. It is sent again", self.rank)
+            self._connection.put(slot, kept=kept)
 
     def versions(self, world_size: int) -> dict[int, list[Version]]:
         """Return the versions that the agent of this rank has, by the agent's number.

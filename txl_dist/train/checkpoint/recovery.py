@@ -37,7 +37,7 @@ class Recovery:
         return None
 
     def check_room(self, state: TrainState, engine: Engine) -> None:
-        """Check that copies of the state fit into host memory, unless the job has made steps before.
+        """Check that copies of the state fit into host memory, unless the job has stored some before.
 
         All ranks call it together. Raises ConfigError on all ranks.
         """
@@ -166,9 +166,7 @@ class InJobRecovery(Recovery):
 
     @override
     def check_room(self, state: TrainState, engine: Engine) -> None:
-        # Later the slots have their memory, which no longer counts as free.
-        if self._member.generation == 1 and self._last_step < 0:
-            self._slots.check_room(state, engine)
+        self._slots.check_room(state, engine)
 
     @override
     def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ stage 0 all ranks hold the same weights, so each rank of a node stores a share o
 One rule commits a version: a rank enters the reduction of a step only after all its copies of earlier states are stored
 (`wait`). So when any rank has passed that reduction, all ranks have stored the same newest version. Ranks never differ
 by more than one version, and the newest version that all ranks have always exists. After a loss all ranks load that
-version (`newest_common`). The live state is never used again, because a rank may have been in the middle of an update.
+version (`newest_common`), unless a checkpoint is newer. The live state is never used again, because a rank may have
+been in the middle of an update.
 
 With a partner, some versions are also sent to an agent on another node, and `wait` returns after its acknowledgement.
 A rank whose own slots are lost or damaged fetches the version from there. Partner copies may be rarer. Then
@@ -58,6 +59,8 @@ from txl_dist.train.state import TrainState
 
 _NUM_KINDS = 3
 """Number of values per weight after the first step: the weight, and with most optimizers two moments."""
+_ENDED = (FileNotFoundError, PermissionError, ProcessLookupError)
+"""Errors of opening a file of an agent that has ended. Linux refuses it while its parent has not noticed the end."""
 _ALIGNED = 64
 """Values of a tensor begin at a multiple of this number of bytes."""
 
@@ -236,7 +239,7 @@ class StateSlots:
         self._slots = [_Slot(path, copy=self._copy) for path in paths]
         self._others = []
         for path in others:
-            with suppress(FileNotFoundError):  # an agent without a rank may have ended, and its slots with it
+            with suppress(*_ENDED):  # an agent without a rank may have ended, and its slots with it
                 self._others.append(_Slot(path))
                 self._paths.append(path)
         partner_every = 1 if partner is None else partner.every
@@ -301,10 +304,13 @@ class StateSlots:
             raise error
 
     def check_room(self, state: TrainState, engine: Engine) -> None:
-        """Check that the slots of all ranks of a node fit into its host memory. All ranks call it together.
+        """Check that the slots of all ranks of a node fit into its host memory, before the first version is stored.
 
-        Raises ConfigError on all ranks.
+        Later the slots have their memory, which does not count as free, so nothing is checked. All ranks call it
+        together. Raises ConfigError on all ranks.
         """
+        if self._next > 1:  # the same on all ranks
+            return
         partitions = engine.partition_states()
         num_kinds = max((len(partition.values) for partition in partitions), default=_NUM_KINDS)
         num_missing = max(0, _NUM_KINDS - num_kinds)
@@ -401,7 +407,7 @@ class StateSlots:
         slots: list[_Slot] = []
         for rank in range(world_size):
             whole = None
-            with suppress(KeyError, FileNotFoundError):
+            with suppress(KeyError, *_ENDED):
                 whole = _Slot(paths[rank])
             if whole is None:
                 whole = self._fetch(Version(serial, world_size, rank), by_agent)

@@ -125,7 +125,7 @@ def slow_bf16_warning(dtype: str, device: torch.device) -> str:
     support = bf16_support(device)
     if support.is_fast:
         return ""
-    return f"inference in bf16 is slower than in fp32 here: {support.reason}. Use --precision fp32"
+    return f"inference in bf16 is slower than in fp32 here: {support.reason}. Choose precision fp32 (--precision fp32)"
 
 
 def gpu_support(capability: tuple[int, int]) -> Bf16Support:

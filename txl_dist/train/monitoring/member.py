@@ -326,8 +326,10 @@ class Member:
 
     def _fail(self, error: Exception) -> None:
         """Announce that this rank ends because of its own error, which it prints."""
-        code = error.exit_code if isinstance(error, TxlError) else 1
-        note_in_file(f"the run ends: {error if isinstance(error, TxlError) else repr(error)}")
+        code, text = 1, repr(error)
+        if isinstance(error, TxlError):
+            code, text = error.exit_code, str(error)
+        note_in_file(f"the run ends: {text}")
         self._tell({"kind": "failed", "code": code, "reason": in_one_line(error)[:_MAX_REASON]})
 
     def _ended(self) -> LostRankError:

@@ -44,9 +44,8 @@ class PreemptionRequests:
 
     `stop_file` is a file in the run directory. `max_time_s` is the largest age of the job in seconds, and 0 means no
     limit. Only rank 0 uses these two arguments, or `watch` if it becomes rank 0 later. `first_pid` is the process with
-    which the job started here: 0 for this process, or the agent, which is older than a replacement.
-
-    Stop signals that were blocked until now arrive.
+    which the job started here: 0 for this process, or the agent, which is older than a replacement. A replacement has
+    blocked stop signals since its fork. They arrive now.
     """
 
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0, first_pid: int = 0) -> None:
@@ -65,7 +64,8 @@ class PreemptionRequests:
         for number in SIGNALS:
             self._restore.callback(signal.signal, number, signal.signal(number, self._record_signal))
         self._restore.callback(_Acknowledgement().close)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if first_pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def watch(self, *, stop_file: Path, max_time_s: float) -> None:
         """Watch a file and the age of the job too, because this process is rank 0."""

@@ -585,6 +585,21 @@ def test_on_loss_decides_about_a_rank_that_cannot_be_ended(on_loss: str) -> None
         assert [message["rank"] for _, message in told] == [0, -1, 1]
 
 
+def test_a_process_that_ends_late_after_sigkill_leaves_its_replacement_the_whole_time() -> None:
+    job = Job()
+    freeze(job, 1)
+    job.tick(KILLED_S + 1, heard="012")
+    for rank in (0, 2):
+        job.tell(rank, "ready", generation=2, port=7)
+    job.tick(REPLACED_S - 1, heard="012")
+    job.lose(1)
+    job.tick(2, heard="012")
+    assert not job.coordinator.is_ended
+    job.tell(1, "started", pid=30)
+    job.tell(1, "ready", generation=2, port=7)
+    assert [kind for _, kind in job.kinds()][-3:] == ["meet"] * 3
+
+
 def test_a_rank_that_ends_by_itself_after_it_was_to_be_killed_is_no_loss() -> None:
     job = Job()
     freeze(job, 1)

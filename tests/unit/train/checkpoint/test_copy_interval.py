@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from tests.unit.train.checkpoint.test_slots import engine_of, state_of
+from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint import slots
 from txl_dist.train.checkpoint.recovery import InJobRecovery
 from txl_dist.train.checkpoint.slots import Share
 
 
-def recovery_in(folder: Path, *, copy_every: int = 1, generation: int = 1) -> InJobRecovery:
+def recovery_in(folder: Path, *, copy_every: int = 1) -> InJobRecovery:
     """Return the recovery of the only rank of a job."""
     paths = [folder / str(number) for number in range(3)]
     for path in paths:
         path.touch()
-    place = {"generation": generation, "partner_address": None, "others": [], "collecting": nullcontext}
+    place = {"generation": 1, "partner_address": None, "others": [], "collecting": nullcontext}
     member = SimpleNamespace(slots=[str(path) for path in paths], **place)
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     share = Share(0, 1)
@@ -55,11 +56,25 @@ def test_a_job_that_has_made_a_step_is_not_refused_because_its_own_slots_fill_th
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, generation: int
 ) -> None:
     monkeypatch.setattr(slots, "gather_objects", lambda value: [value])
-    recovery = recovery_in(tmp_path, generation=generation)
-    if generation == 1:  # a later generation may return to a checkpoint
-        recovery.check_room(state_of(0), engine_of(0))
-        recovery.store(state_of(1), engine_of(1), {})
-        recovery.wait()
+    recovery = recovery_in(tmp_path)
+    recovery.check_room(state_of(0), engine_of(0))
+    recovery.store(state_of(1), engine_of(1), {})
+    recovery.wait()
+    if generation == 2:
+        recovery = recovery_in(tmp_path)
+        assert recovery._slots.newest_common() is not None
     monkeypatch.setattr(slots, "host_room_bytes", lambda: 0.0)
     recovery.check_room(state_of(1), engine_of(1))
+    recovery.close()
+
+
+def test_a_job_that_lost_a_rank_before_its_first_step_is_still_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slots, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(slots, "host_room_bytes", lambda: 0.0)
+    recovery = recovery_in(tmp_path)
+    assert recovery._slots.newest_common() is None
+    with pytest.raises(ConfigError, match=r"recover\.spares"):
+        recovery.check_room(state_of(0), engine_of(0))
     recovery.close()

@@ -170,7 +170,7 @@ spare.connect_to = lambda address: Connection(socket.socketpair()[0])
 parents = {}
 if spare._fork(Seat("", 0, 0, [], [], {}), parents):
     time.sleep(0.3)  # joins its agent
-    requests = PreemptionRequests()
+    requests = PreemptionRequests(first_pid=os.getppid())
     print(requests.reason, flush=True)
     os._exit(75)
 (pid,) = parents
