@@ -229,7 +229,8 @@ def node_lost(lab: Lab, *, stage: int = 1, per_node: int = 1) -> Case:
 
     Before and after, each rank and each spare is one process of its name. The agents are forked here and have none.
     """
-    words = (*ON, *PARTNER, "--recover.spare_nodes", "1", "--engine.zero_stage", str(stage))
+    # So many steps that the job still runs when the spare node has joined it, which takes a second.
+    words = (*ON, *PARTNER, "--recover.spare_nodes", "1", "--engine.zero_stage", str(stage), "--train.max_steps", "600")
     case, run = lab.case("recovery: node", stage=stage, fault="node 1 of 3"), lab.new_run("node")
     ranks = 3 * per_node
     lost = range(per_node, 2 * per_node)
