@@ -33,8 +33,8 @@ def dry_run(config: Config, *, world_size: int, resume: str = "auto", shows_all:
     """Yield all lines that `--dry-run` prints: the settings, then the batch, data and cost of the run.
 
     `resume` is the option of that name. `shows_all` prints every setting, not only the settings that differ from the
-    defaults. The mirror is read only if
-    engine.precision is "auto" and the run directory has no run. Raises the same TxlError as a real run.
+    defaults. The mirror is read only if engine.precision is "auto" and the run directory has no run. Raises the same
+    TxlError as a real run.
     """
     if uses_gpu():
         device = torch.device("cuda")

@@ -122,7 +122,8 @@ def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
     link.
     """
     for parameter in group:
-        if (link := parameter._hp_mapping) is not None:
+        link = parameter._hp_mapping
+        if link is not None:
             there = link.lp_fragment_address
             here = link.hp_fragment_address
             yield from _pieces(slots[id(parameter)], there.start, here.numel, offset=here.start)
