@@ -331,8 +331,7 @@ def load(source: str | Path, *, device: str = "cpu", precision: InferencePrecisi
     device = check_device(device)
     if require(path, *TRAINED) is ArtifactKind.BUNDLE:
         bundle = load_bundle(path, device=device)
-        runs_in = "fp32" if bundle.dtype == "int8" else bundle.dtype
-        if precision not in ("stored", runs_in):
+        if precision not in ("stored", bundle.precision):
             bundle = bundle.open(precision, device=device, where=str(path))
     else:
         dtype = "fp32" if precision == "stored" else precision

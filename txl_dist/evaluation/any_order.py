@@ -107,9 +107,8 @@ def score_any_order(
                 if plan.name in results:
                     continue
                 model = opener.open(plan.config.model).to(ranks.device).eval()
-                results[plan.name] = _score(
-                    model, plan, ranks=ranks, progress=progress, with_zeros=overrides.zero_memory
-                )
+                result = _score(model, plan, ranks=ranks, progress=progress, with_zeros=overrides.zero_memory)
+                results[plan.name] = result | {"precision": opener.precision}
         return Scores(results, None)
 
 

@@ -241,7 +241,7 @@ def score_model(
                 if outputs.log_probs is not None:
                     assert isinstance(plan.cut, EvalStream)
                     log_probs = LogProbs(plan.cut)
-                results[lengths] = _score(
+                result = _score(
                     model,
                     plan,
                     adaptation,
@@ -251,6 +251,7 @@ def score_model(
                     log_probs=log_probs,
                     with_zeros=overrides.zero_memory,
                 )
+                results[lengths] = result | {"precision": model_opener.precision}
         results_by_name = {plan.name: dict(results[plan.lengths]) for plan in plans}
         if log_probs is None:
             log_p_N = None
@@ -343,9 +344,8 @@ class ModelOpener:
     def __init__(self, target: Target, precision: InferencePrecision, *, device: torch.device) -> None:
         """Open models of `target` in a precision. Warns if the device is slow in this precision."""
         self._target = target
-        self._model = target.bundle.model
-        self._dtype = target.bundle.dtype
-        self._default_dtype = self._dtype if precision == "stored" else precision
+        self._bundle = target.bundle
+        self._default_dtype = target.bundle.dtype if precision == "stored" else precision
         slow = slow_bf16_warning(self._default_dtype, device)
         if slow:
             warn_for_all(slow)
@@ -357,11 +357,15 @@ class ModelOpener:
         `dtype` is the number type of the weights. Empty means the evaluation's precision.
         """
         dtype = dtype or self._default_dtype
-        if section != self._model.section or dtype != self._dtype:
+        if section != self._bundle.section or dtype != self._bundle.dtype:
             bundle = dataclasses.replace(self._target.bundle, section=section)
-            self._model = bundle.open(dtype, where=self._target.where).model
-            self._dtype = dtype
-        return self._model
+            self._bundle = bundle.open(dtype, where=self._target.where)
+        return self._bundle.model
+
+    @property
+    def precision(self) -> str:
+        """Number type in which the model computes that `open` has returned last."""
+        return self._bundle.precision
 
 
 def pass_tokens(cut: EvaluationText, ranks: RankInfo) -> int:

@@ -202,6 +202,13 @@ class Bundle(Package):
     dtype: str
     """Number type of the weights: fp32, bf16, fp16 or int8."""
 
+    @property
+    def precision(self) -> str:
+        """Number type in which the network computes. Weights in int8 are used as fp32."""
+        if self.dtype == "int8":
+            return "fp32"
+        return self.dtype
+
 
 def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> float:
     """Write a model as a bundle, read it back, and return its largest error on the probe, in nats.

@@ -236,6 +236,11 @@ def test_a_bundle_without_these_lengths_predicts_a_sixth_of_its_segments(tmp_pat
     assert TargetLengths() == TrainSection().target_lengths
 
 
+def test_each_score_names_the_precision_of_its_computation(plain: Made) -> None:
+    assert {score["precision"] for score in evaluated(plain)[0].values()} == {"fp32"}
+    assert {score["precision"] for score in evaluated(plain, precision="bf16")[0].values()} == {"bf16"}
+
+
 def test_more_orders_score_more_tokens_and_the_first_order_is_the_same(plain: Made) -> None:
     one, _ = evaluated(plain, orders=1)
     again, _ = evaluated(plain)

@@ -24,7 +24,8 @@ from txl_dist.console.progress import Progress
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.evaluation.evaluate import evaluate_trained
 from txl_dist.evaluation.options import Outputs, Overrides
-from txl_dist.evaluation.scoring import Scores
+from txl_dist.evaluation.scoring import MEMORY_OFF, Scores
+from txl_dist.inference.bundle import load_bundle, write_bundle
 from txl_dist.inference.kv_cache import FrozenModel
 from txl_dist.inference.options import InferencePrecision
 from txl_dist.inference.probe import log_probabilities
@@ -45,14 +46,14 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make(tmp_path_factory.mktemp(request.param), **POSITIONS[request.param])
 
 
-def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, float]]:
+def evaluated(made: Made, **changes: Any) -> dict[str, dict[str, Any]]:
     out = made.bundle.parent / "result.json"
     outputs = Outputs(json=out, log_probs=changes.pop("log_probs", None))
     for name in {"memory_len", "segment_len", "clamp_len"} & changes.keys():
         changes[name] = changes[name] if isinstance(changes[name], tuple) else (changes[name],)
     overrides = Overrides(**({"num_lanes": 1} | changes))
     evaluate_trained(made.bundle, data=made.corpus.folder, overrides=overrides, baselines=False, outputs=outputs)
-    results: dict[str, dict[str, float]] = json.loads(out.read_text())
+    results: dict[str, dict[str, Any]] = json.loads(out.read_text())
     return results
 
 
@@ -643,6 +644,22 @@ def test_an_evaluation_in_bf16_is_near_that_in_fp32_and_warns_where_bf16_is_emul
     in_bf16 = evaluated(made, precision="bf16")["model"]["loss"]
     assert 0 < abs(in_bf16 - loss) <= 0.02 * loss
     assert ("inference in bf16 is slower than in fp32 here" in capsys.readouterr().err) is not has_bf16
+
+
+def test_the_json_file_says_in_which_precision_each_score_was_computed(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    content = load_bundle(made.bundle)
+    for dtype, precision, found in (
+        ("fp32", "stored", "fp32"),
+        ("bf16", "stored", "bf16"),
+        ("fp16", "stored", "fp16"),
+        ("int8", "stored", "fp32"),
+        ("fp32", "bf16", "bf16"),
+        ("bf16", "fp32", "fp32"),
+    ):
+        write_bundle(tmp_path / dtype, content, dtype=dtype)
+        scores = evaluated(made._replace(bundle=tmp_path / dtype), precision=precision, without_memory=True)
+        assert {name: score["precision"] for name, score in scores.items()} == {"model": found, MEMORY_OFF: found}
 
 
 def test_the_line_of_the_model_names_a_precision_that_was_asked_for(tmp_path: Path) -> None:
