@@ -1,7 +1,12 @@
-"""`txl prepare --cluster ray` with two nodes of Ray on this machine, one of which is killed while it works."""
+"""`txl prepare --cluster ray` with two nodes of Ray on this machine, one of which is killed while it works.
+
+All that uses a cluster runs in a child process. If an assertion of Ray's C++ code aborts the process, or Ray hangs, one
+test fails, and pytest continues.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -9,13 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers import forked
 from tests.helpers.corpora import random_texts, write_jsonl
 from tests.unit.data.prepare.test_cluster import content_of
 from txl_dist.data import ray_workers
@@ -31,28 +37,46 @@ SETTINGS: dict[str, Any] = {
     "block_bytes": 2048,
     "duplicates": "drop",
 }
+LIMIT_S = 540.0
+"""Seconds after which a process that uses Ray is killed."""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Ray cluster of two nodes with one CPU each, without a dashboard."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+def with_cluster(case: Callable[..., None], *arguments: Any, log: Path) -> None:
+    """Call `case(cluster, second node, *arguments)` in a child process with a new Ray cluster of two nodes.
+
+    Raises AssertionError with the end of its output if the process fails, is aborted, or takes too long.
+    """
+    variables = forked.environment(RAY_USAGE_STATS_ENABLED=0)
+    process = forked.start(_call_with_cluster, case, *arguments, variables=variables, out=log)
+    try:
+        process.join(LIMIT_S)
+        how = "hangs" if process.exitcode is None else f"ended with {process.exitcode}"
+        assert process.exitcode == 0, f"the process with Ray {how}:\n{log.read_text(errors='replace')[-4000:]}"
+    finally:
+        with suppress(ProcessLookupError):  # Ray's processes are in the group of the process that started them
+            os.killpg(process.ident or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def _call_with_cluster(case: Callable[..., None], *arguments: Any) -> None:
+    os.setpgrp()
+    multiprocessing.set_start_method("fork", force=True)  # the default of a process that was not forked by a server
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    yield nodes
-    nodes.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    try:
+        case(cluster, _second_node(cluster), *arguments)
+    finally:
+        cluster.shutdown()
 
 
-def second_node(cluster: Any) -> Any:
-    """Return the node next to the head. It is added if an earlier test has killed it.
+def _second_node(cluster: Any) -> Any:
+    """Add a node next to the head.
 
     Ray waits only 30 s for a node's start, which a busy machine can need for other work. So there are three tries.
     """
-    for _ in range(3):
-        others = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
-        if others:
-            return others[0]
+    for _ in range(2):
         with suppress(Exception):
             return cluster.add_node(**NODE)
     return cluster.add_node(**NODE)
@@ -77,58 +101,80 @@ def killed_when(path: Path, pattern: str, number: int, kill: Any) -> threading.T
     return thread
 
 
+def prepare(cluster: Any, second: Any, folder: Path, source: Path) -> None:
+    prepare_on_cluster(folder / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
+
+
 @pytest.mark.slow
-def test_two_nodes_make_the_corpus_of_one_machine(tmp_path: Path, source: Path, cluster: Any) -> None:
+def test_two_nodes_make_the_corpus_of_one_machine(tmp_path: Path, source: Path) -> None:
     prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
-    second_node(cluster)
-    prepare_on_cluster(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
+    with_cluster(prepare, tmp_path, source, log=tmp_path / "log")
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
     assert not (tmp_path / ".many.prepare").exists()
 
 
-@pytest.mark.slow
-def test_a_node_with_other_software_is_refused_before_any_work(
-    tmp_path: Path, source: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def prepare_with_other_software(cluster: Any, second: Any, folder: Path, source: Path) -> None:
     other = ray_workers.software()._replace(txl_dist="0.0.1")
-    monkeypatch.setattr(ray_workers, "software", lambda: other)
-    with pytest.raises(DataError, match=r"has other software than .*: txl_dist .* instead of 0\.0\.1"):
-        prepare_on_cluster(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ray_workers, "software", lambda: other)
+        with pytest.raises(DataError, match=r"has other software than .*: txl_dist .* instead of 0\.0\.1"):
+            prepare(cluster, second, folder, source)
+
+
+@pytest.mark.slow
+def test_a_node_with_other_software_is_refused_before_any_work(tmp_path: Path, source: Path) -> None:
+    with_cluster(prepare_with_other_software, tmp_path, source, log=tmp_path / "log")
     assert not list(tmp_path.glob("*many*"))
 
 
-@pytest.mark.slow
-def test_a_killed_node_costs_only_its_parts(tmp_path: Path, source: Path, cluster: Any) -> None:
-    prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
-    victim = second_node(cluster)
+def prepare_while_a_node_is_killed(cluster: Any, second: Any, folder: Path, source: Path) -> None:
     kill = killed_when(
-        tmp_path / ".many.prepare", "part-*.json", 8, lambda: cluster.remove_node(victim, allow_graceful=False)
+        folder / ".many.prepare", "part-*.json", 8, lambda: cluster.remove_node(second, allow_graceful=False)
     )
-    prepare_on_cluster(tmp_path / "many", inputs=[source], cluster=f"ray={cluster.address}", **SETTINGS)
+    prepare(cluster, second, folder, source)
     kill.join()
+
+
+@pytest.mark.slow
+def test_a_killed_node_costs_only_its_parts(tmp_path: Path, source: Path) -> None:
+    prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
+    with_cluster(prepare_while_a_node_is_killed, tmp_path, source, log=tmp_path / "log")
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
+
+
+def prepare_after_killed_drivers(cluster: Any, second: Any, folder: Path, source: Path, seed: int) -> None:
+    settings = {**SETTINGS, "inputs": [str(source)], "cluster": f"ray={cluster.address}"}
+    code = f"from txl_dist.data.prepare.cluster import prepare_on_cluster\nprepare_on_cluster('many', **{settings!r})"
+    draw = random.Random(seed)
+    scratch = folder / ".many.prepare"
+    for pattern, most in (("part-*.json", 40), ("shard-*.json", 2)):
+        driver = subprocess.Popen([sys.executable, "-c", code], cwd=folder)
+        killed_when(scratch, pattern, draw.randint(1, most), lambda: driver.send_signal(signal.SIGKILL))  # noqa: B023
+        driver.wait(timeout=300)
+        assert driver.returncode == -9
+    killed_when(scratch / "corpus", "*.idx", 4, lambda: cluster.remove_node(second, allow_graceful=False))
+    summary = prepare_on_cluster(folder / "many", **settings)
+    assert summary.parts_kept > 40
+    assert summary.shards_kept >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_nodes_and_killed_drivers_change_nothing(tmp_path: Path, source: Path, cluster: Any, seed: int) -> None:
+def test_killed_nodes_and_killed_drivers_change_nothing(tmp_path: Path, source: Path, seed: int) -> None:
     prepare_corpus(tmp_path / "one", inputs=[source], **SETTINGS)
-    settings = {**SETTINGS, "inputs": [str(source)], "cluster": f"ray={cluster.address}"}
-    code = f"from txl_dist.data.prepare.cluster import prepare_on_cluster\nprepare_on_cluster('many', **{settings!r})"
-    draw = random.Random(seed)
-    scratch = tmp_path / ".many.prepare"
-    for pattern, most in (("part-*.json", 40), ("shard-*.json", 2)):
-        driver = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE)
-        killed_when(scratch, pattern, draw.randint(1, most), lambda: driver.send_signal(signal.SIGKILL))  # noqa: B023
-        driver.wait(timeout=300)
-        assert driver.returncode == -9
-    victim = second_node(cluster)
-    killed_when(scratch / "corpus", "*.idx", 4, lambda: cluster.remove_node(victim, allow_graceful=False))
-    summary = prepare_on_cluster(tmp_path / "many", **settings)
-    assert summary.parts_kept > 40
-    assert summary.shards_kept >= 1
+    with_cluster(prepare_after_killed_drivers, tmp_path, source, seed, log=tmp_path / "log")
     assert content_of(tmp_path / "many") == content_of(tmp_path / "one")
+
+
+def abort(cluster: Any, second: Any) -> None:
+    os.abort()
+
+
+@pytest.mark.slow
+def test_an_abort_in_the_process_with_ray_fails_one_test(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="the process with Ray ended with -6"):
+        with_cluster(abort, log=tmp_path / "log")
 
 
 def test_a_missing_package_gets_the_line_for_pip(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
