@@ -330,9 +330,7 @@ def load(source: str | Path, *, device: str = "cpu", precision: InferencePrecisi
     path = local_model(source)
     device = check_device(device)
     if require(path, *TRAINED) is ArtifactKind.BUNDLE:
-        bundle = load_bundle(path, device=device)
-        if precision not in ("stored", bundle.precision):
-            bundle = bundle.open(precision, device=device, where=str(path))
+        bundle = load_bundle(path, device=device).in_precision(precision, device=device, where=str(path))
     else:
         dtype = "fp32" if precision == "stored" else precision
 

@@ -277,6 +277,8 @@ class ReclSettings:
     """Tokens of memory of all models that have a memory. -1: as in training."""
     num_lanes: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} lanes")] = 50
     """Number of targets scored at once."""
+    precision: InferencePrecision = "stored"
+    """Number type of the computation. stored: the type of the bundle's weights (fp32 for a run)."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("0 or more and below 2**63")] = 0
     """Seed of the random choice of targets."""
 

@@ -56,8 +56,10 @@ from txl_dist.evaluation.options import ReclOutputs, ReclSettings
 from txl_dist.evaluation.scoring import TELL_EVERY_S, enough_memory
 from txl_dist.evaluation.target import Target, open_target, require_same
 from txl_dist.inference.kv_cache import FrozenModel
+from txl_dist.inference.options import InferencePrecision
 from txl_dist.io.files import write_output
 from txl_dist.report.figures import Chart, Line, draw_png
+from txl_dist.train.engine.precision import slow_bf16_warning
 
 Losses = npt.NDArray[np.float64]
 
@@ -138,6 +140,7 @@ def compare_contexts(
     outputs.check()
     first = open_target(paths[0], data=data)
     targets = [first, *(open_target(path, data=first.config.data.path) for path in paths[1:])]
+    targets = [_in_precision(target, settings.precision) for target in targets]
     split = _same_text(targets, settings)
     starts = _sample(split, settings)
     losses_NCS = _losses(targets, split, starts, settings, outputs)
@@ -162,6 +165,7 @@ def compare_contexts(
             row = {
                 "model": str(target.path),
                 "scored": target.where,
+                "precision": target.bundle.precision,
                 "recl": by_share,
                 "loss": mean_C.tolist(),
             }
@@ -183,11 +187,19 @@ def compare_contexts(
     about = (
         f"{len(starts):,} targets of {split.corpus.name} ({split.name}), contexts of {contexts[0]} to {contexts[-1]}"
     )
+    in_precision = ""
+    if settings.precision != "stored":
+        in_precision = f", in {settings.precision}"
     return [
-        *(f"scored: {target.where}" for target in targets),
+        *(f"scored: {target.where}{in_precision}" for target in targets),
         f"{about} tokens in steps of {settings.step}",
         *format_table([head, *table_rows]),
     ]
+
+
+def _in_precision(target: Target, precision: InferencePrecision) -> Target:
+    """Return the target with a model that computes in this precision."""
+    return target._replace(bundle=target.bundle.in_precision(precision, where=target.where))
 
 
 def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
@@ -258,6 +270,10 @@ def _losses(
     with distributed_context(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         run_on_rank0(outputs.check_files)
         require_same(targets)
+        for precision in sorted({target.bundle.precision for target in targets}):
+            slow = slow_bf16_warning(precision, ranks.device)
+            if slow:
+                warn_for_all(slow)
         own = range(ranks.rank, len(starts), ranks.world_size)
         total = len(targets) * len(own) * sum(contexts)
         losses_NCS = torch.zeros(len(targets), len(contexts), len(starts), dtype=torch.float64)

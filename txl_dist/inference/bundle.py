@@ -41,6 +41,7 @@ from txl_dist.console.logging import logger
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.card import CARD, NOTHING_STATED, Card, Model, read_card, write_card, write_readme
 from txl_dist.inference.disk_offload import DiskOffloadedXL
+from txl_dist.inference.options import InferencePrecision
 from txl_dist.inference.probe import probe_error
 from txl_dist.inference.weights import Weights, copy_in_pieces, stored_weights, write_weights
 from txl_dist.io.files import parse_object, read_bytes, typed, write_bytes
@@ -208,6 +209,13 @@ class Bundle(Package):
         if self.dtype == "int8":
             return "fp32"
         return self.dtype
+
+    def in_precision(self, precision: InferencePrecision, *, device: str = "cpu", where: str) -> Bundle:
+        """Return the bundle with a network that computes in `precision` on `device`. `where` names the model in
+        messages."""
+        if precision in ("stored", self.precision):
+            return self
+        return self.open(precision, device=device, where=where)
 
 
 def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.bundle import load_bundle
 from txl_dist.inference.language_model import LanguageModel
 from txl_dist.inference.lm_eval_settings import read_generation_settings
+from txl_dist.inference.options import InferencePrecision
 
 try:
     import lm_eval.models  # noqa: F401  the harness's own, which are found no more once another is registered
@@ -74,7 +75,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """Open a model for the harness from the text of `--model_args`: `path=BUNDLE,memory_len=TOKENS`.
+        """Open a model for the harness from the text of `--model_args`:
+        `path=BUNDLE,memory_len=TOKENS,precision=bf16`.
 
         Raises ConfigError for other arguments, and CheckpointError for a bundle that cannot be read.
         """
@@ -82,8 +84,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """Open a model for the harness from a dictionary with `path` and `memory_len`, as `create_from_arg_string`
-        does.
+        """Open a model for the harness from a dictionary with `path`, `memory_len` and `precision`, as
+        `create_from_arg_string` does.
 
         `additional_config` has the harness's `batch_size` and `device`. A batch size of `auto` means 16.
         """
@@ -91,10 +93,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         config = additional_config or {}
         path = arguments.pop("path", None)
         memory_len = arguments.pop("memory_len", -1)
-        if path is None or arguments or not isinstance(memory_len, int):
+        precision = arguments.pop("precision", "stored")
+        precisions = get_args(InferencePrecision)
+        if path is None or arguments or not isinstance(memory_len, int) or precision not in precisions:
             raise ConfigError(
-                f"--model_args {arg_dict}: give path=BUNDLE and optionally memory_len=TOKENS. Other keys are not "
-                f"allowed."
+                f"--model_args {arg_dict}: give path=BUNDLE and optionally memory_len=TOKENS and "
+                f"precision={'|'.join(precisions)}. Other keys are not allowed."
             )
         size = str(config.get("batch_size") or "auto")
         batch_size = 16
@@ -103,7 +107,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         device = "cpu"
         if torch.cuda.is_available():  # the harness names a GPU even where there is none
             device = config.get("device") or "cpu"
-        lm = LanguageModel(load_bundle(str(path), device=device))
+        bundle = load_bundle(str(path), device=device).in_precision(precision, device=device, where=str(path))
+        lm = LanguageModel(bundle)
         return cls(lm, memory_len=memory_len, batch_size=batch_size)
 
     @property

@@ -19,6 +19,8 @@ from txl_dist.evaluation.options import ReclOutputs, ReclSettings
 from txl_dist.evaluation.recl import compare_contexts, compute_recl, relative_gain
 from txl_dist.evaluation.target import Target, open_target
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.train.engine import precision as precision_file
+from txl_dist.train.engine.precision import Bf16Support
 
 TEXTS = ["abcab" * 60 + "d" * i for i in range(24)]
 
@@ -145,6 +147,29 @@ def test_each_loss_is_that_of_a_target_behind_exactly_so_many_tokens(
     assert lines[4].startswith("12 targets of corpus (valid), contexts of 10 to 40 tokens in steps of 10")
     assert len(lines) == 10
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_losses_in_bf16_are_near_those_in_fp32_and_a_device_that_emulates_bf16_is_named(
+    group: list[Made],
+    tmp_path: Path,
+    has_bf16: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(precision_file, "bf16_support", lambda device: Bf16Support(has_bf16, "a test"))
+    stored, _ = measured(group, tmp_path)
+    fp32, _ = measured(group, tmp_path, precision="fp32")
+    assert fp32 == stored
+    assert "in bf16" not in capsys.readouterr().err
+    bf16, lines = measured(group, tmp_path, precision="bf16")
+    for row, in_bf16 in zip(fp32["models"], bf16["models"], strict=True):
+        assert (row["precision"], in_bf16["precision"]) == ("fp32", "bf16")
+        assert row["loss"] != in_bf16["loss"]
+        assert in_bf16["loss"] == pytest.approx(row["loss"], rel=0.02)
+    assert lines[0] == f"scored: {bf16['models'][0]['scored']}, in bf16"
+    num_warnings = capsys.readouterr().err.count("inference in bf16 is slower than in fp32 here")
+    assert num_warnings == (0 if has_bf16 else 1)
 
 
 def test_the_draw_is_a_seed_s_and_cut_to_the_split(

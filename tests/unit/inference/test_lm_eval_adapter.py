@@ -182,10 +182,24 @@ def test_a_setting_that_is_not_used_is_said_once(setting: Setting, caplog: pytes
     ]
 
 
+def test_the_harness_can_compute_in_bf16(setting: Setting) -> None:
+    from txl_dist.inference.lm_eval_adapter import HarnessModel
+
+    requests = [Asked((text,)) for text in setting.texts]
+    scores = {}
+    for precision in ("fp32", "bf16"):
+        model = HarnessModel.create_from_arg_string(f"path={setting.bundle},precision={precision}")
+        assert model.lm.bundle.precision == precision
+        scores[precision] = model.loglikelihood_rolling(requests)
+    assert scores["bf16"] != scores["fp32"]
+    assert scores["bf16"] == pytest.approx(scores["fp32"], rel=0.02)
+
+
 def test_bad_arguments_are_refused_and_answered_in_a_line(setting: Setting) -> None:
     from txl_dist.inference.lm_eval_adapter import HarnessModel
 
-    for arguments in (f"pretrained={setting.bundle}", f"path={setting.bundle},memory_len=many", ""):
+    wrong = ("pretrained={}", "path={},memory_len=many", "path={},precision=fp64", "")
+    for arguments in (words.format(setting.bundle) for words in wrong):
         with pytest.raises(ConfigError, match="give path=BUNDLE and optionally memory_len=TOKENS"):
             HarnessModel.create_from_arg_string(arguments)
     with pytest.raises(CheckpointError, match="txl export"):
