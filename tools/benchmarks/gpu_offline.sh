@@ -2,7 +2,7 @@
 # Usage: bash tools/benchmarks/gpu_offline.sh WHEELS OUT [--run 1|2|3] [more words for tools.benchmarks.gpu]
 # Measures one GPU in a call of at most ten minutes, on a machine without network whose python3 has torch and triton.
 # Run it in the root of a checkout. WHEELS is a folder with
-#   *.whl              packages that this python3 lacks
+#   *.whl              packages that this python3 lacks, as tools.benchmarks.gpu_wheels collects them
 #   kernels.tar.gz     kernels compiled by tools.benchmarks.gpu_kernels (optional)
 #   original, nvidia   the other codes' folders `pytorch` (optional)
 #   commit             the commit of the checkout, for a copy without .git (optional)

@@ -97,6 +97,7 @@ ELSEWHERE: dict[str, str] = {
     "benchmarks/decode_worker": "is started by benchmarks/decode",
     "benchmarks/gpu_kernels": "test_gpu_kernels.py",
     "benchmarks/gpu_later": "needs a CUDA device",
+    "benchmarks/gpu_wheels": "test_gpu_offline.py",
     "checks/guard": "its smallest part trains twice on two ranks: more than a minute of a core",
     "benchmarks/huggingface_theirs": "needs transformers 4",
     "benchmarks/measure_copies": "its smallest case starts two ranks, each with a process that keeps copies",
