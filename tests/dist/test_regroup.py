@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import socket
 import struct
@@ -12,7 +13,10 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,12 +304,41 @@ def test_a_group_to_which_a_lost_rank_does_not_connect_is_left_behind(tmp_path: 
     assert run_ranks(new_group_worker, world_size=1, folder=tmp_path) == ["ConnectionError"]
 
 
-def test_a_version_without_the_names_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (*regroup._NAMES, ("torch.distributed.distributed_c10d", "_world.no_such_name"))
-    monkeypatch.setattr(regroup, "_NAMES", names)
-    with pytest.raises(ConfigError, match=r"torch \S+ has no torch.distributed.distributed_c10d._world.no_such_name"):
-        check_regroup()
+@pytest.mark.parametrize("name", [*regroup._NAMES, *regroup._GPU_NAMES], ids=lambda name: name[1])
+def test_a_version_without_one_of_the_names_is_refused_by_name(
+    name: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = regroup._attribute
+
+    def find(module: str, path: str) -> Any:
+        if (module, path) == name:
+            raise AttributeError
+        return present(module, path) if (module, path) in regroup._NAMES else None
+
+    monkeypatch.setattr(regroup, "_attribute", find)
+    module, path = name
+    package = module.partition(".")[0]
+    with pytest.raises(
+        ConfigError, match=rf"{package} {re.escape(version(package))} has no {re.escape(module)}\.{path}"
+    ):
+        check_regroup(on_gpu=True)
 
 
 def test_the_installed_versions_have_the_names() -> None:
     check_regroup()
+
+
+def test_the_installed_versions_have_the_modules_that_a_spare_imports_early() -> None:
+    assert [name for name in regroup._LATE_MODULES if find_spec(name) is None] == []
+
+
+def test_an_engine_ends_without_an_error_under_a_version_that_lacks_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without recovery closes its engine too, and must not fail in its last moment."""
+    monkeypatch.setattr(regroup, "_MODULE_STACK", ("deepspeed.no_such_module", "STACK"))
+    module = torch.nn.Linear(2, 2)
+    calls: list[str] = []
+    engine = SimpleNamespace(module=module, destroy=lambda: calls.append("destroy"))
+    regroup.empty_engine(engine)
+    assert calls == ["destroy"]
+    assert vars(engine) == {}
+    assert module.weight.numel() == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -228,6 +229,21 @@ def test_each_library_stays_in_its_room() -> None:
         assert rooms_importing(package) == {"serve"}
     assert files_importing("lm_eval") <= {"inference/lm_eval_adapter.py"}
     assert {file for file in FILES if folder_of(file) in ("tokenizers", "data")} & files_importing("torch") == set()
+
+
+def test_private_names_of_torch_and_deepspeed_that_recovery_alone_needs_are_in_one_file() -> None:
+    """`train/engine/regroup.py` has them, and refuses versions without them. Each training needs those listed here."""
+    rooms = {"distributed", "distributed/recovery", "train/monitoring", "train/checkpoint", "train/start", "train/loop"}
+    private = re.compile(r"\b(?:torch|torch_dist|deepspeed)(?:\.\w+)*\.(_[a-zA-Z]\w*)")
+    found = set()
+    for file in FILES:
+        if room_of(file) in rooms or folder_of(file) == "distributed":
+            found |= {(file, name) for name in private.findall((PACKAGE / file).read_text(encoding="utf-8"))}
+    assert found == {
+        ("distributed/collectives.py", "_world"),
+        ("distributed/collectives.py", "_set_pg_timeout"),
+        ("train/checkpoint/slot_copy.py", "_foreach_copy_"),
+    }
 
 
 def test_light_rooms_import_no_torch_not_even_through_others() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from txl_dist.distributed.rank_environment import read_rank_environment
 from txl_dist.distributed.rendezvous import free_port, rendezvous

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
 from txl_dist.console.echo import echo
 from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks

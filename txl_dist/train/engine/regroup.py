@@ -1,4 +1,6 @@
-"""Leaving the process groups so that the same process can make new ones and a new engine. All private names are here.
+"""Leaving an engine and its process groups, so that the same process can make new ones.
+
+All private names of torch and DeepSpeed that recovery needs are in this file.
 
 torch and DeepSpeed expect one job per process. Some of their state outlives the groups and the engine, and differs
 between a process that stayed and its new peers:
@@ -42,6 +44,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from torch import Tensor
 from typing_extensions import override
 
 from txl_dist.distributed.collectives import uses_gpu
@@ -53,21 +56,27 @@ POLL_S = 0.1
 DESTROY_S = 1.0
 """Longest time in seconds that `leave_groups` waits for the groups to be destroyed."""
 _LEFT_BEHIND = "a rank of this generation was lost, and gloo still waits for it"
+_MODULE_COUNTER = (
+    "deepspeed.runtime.zero.parameter_offload",
+    "DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__",
+)
+_MODULE_STACK = ("deepspeed.runtime.zero.parameter_offload", "FWD_MODULE_STACK")
+_MODULE_CACHE = (
+    "deepspeed.runtime.zero.partitioned_param_coordinator",
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release.__closure__",
+)
 _NAMES = (
     ("torch.distributed.distributed_c10d", "_world.group_count"),
     ("deepspeed.utils.groups", "_release_process_group_references"),
     ("deepspeed.runtime.zero.partition_parameters", "Init.param_id"),
-    ("deepspeed.runtime.zero.parameter_offload", "DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__"),
-    ("deepspeed.runtime.zero.parameter_offload", "FWD_MODULE_STACK"),
-    (
-        "deepspeed.runtime.zero.partitioned_param_coordinator",
-        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release.__closure__",
-    ),
+    _MODULE_COUNTER,
+    _MODULE_STACK,
+    _MODULE_CACHE,
     ("torch.distributed.distributed_c10d", "_world.pg_map"),
     ("torch.distributed", "Work._get_op_type"),
     ("torch._C._distributed_c10d", "OpType.UNKNOWN"),
 )
-"""Private names that `leave_groups` and `end_waits_if` use: module, and path of the attribute."""
+"""Private names that `empty_engine`, `leave_groups` and `end_waits_if` use: module, and path of the attribute."""
 _GPU_NAMES = (
     ("torch.distributed.distributed_c10d", "_world.pg_names"),
     ("torch.distributed", "ProcessGroup._get_backend"),
@@ -76,6 +85,17 @@ _GPU_NAMES = (
     ("torch.distributed", "ProcessGroupNCCL._group_end"),
 )
 """Private names that `NcclCut` uses in addition."""
+_LATE_MODULES = (
+    "torch._dynamo",  # with the first optimizer
+    "torch._subclasses.schema_check_mode",
+    "deepspeed.module_inject.auto_ep_layer",  # these with the first engine
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory",
+)
+"""Modules that torch and DeepSpeed import late."""
 _NCCL_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch ends the process at the first error of a communicator
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # an abort may leave errors of CUDA behind
@@ -92,7 +112,7 @@ def set_nccl_variables(environment: MutableMapping[str, str]) -> None:
 
 
 def check_regroup(*, on_gpu: bool = False) -> None:
-    """Raise ConfigError if this version of torch or DeepSpeed lacks a name that `leave_groups` or `NcclCut` uses."""
+    """Raise ConfigError if this version of torch or DeepSpeed lacks a name that recovery uses."""
     names = [*_NAMES, *(_GPU_NAMES if on_gpu else ())]
     for module, path in names:
         try:
@@ -103,6 +123,45 @@ def check_regroup(*, on_gpu: bool = False) -> None:
                 f"recover.spares: {package} {version(package)} has no {module}.{path}, so ranks cannot regroup. "
                 f"Install the version of {package} that constraints.txt lists, or set recover.spares to 0."
             ) from None
+
+
+def import_late_modules() -> None:
+    """Import what torch and DeepSpeed import late, before a replacement needs it.
+
+    No version is refused for lack of such a module, which costs a replacement a part of a second.
+    """
+    for name in _LATE_MODULES:
+        with suppress(ImportError):
+            import_module(name)
+
+
+def empty_engine(engine: Any) -> None:
+    """End an engine of DeepSpeed. Its module and the engine hold no values afterwards.
+
+    Something may still refer to them, for instance the traceback of an error.
+    """
+    module = engine.module
+    engine.destroy()  # removes the hooks through which gradients keep it alive
+    _forget_modules()
+    for part in module.modules():  # a flat module leaves views in its parts
+        views = [name for name, value in vars(part).items() if isinstance(value, Tensor)]
+        for name in views:
+            del vars(part)[name]
+    for parameter in module.parameters():
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+        vars(parameter).clear()
+    vars(engine).clear()
+
+
+def _forget_modules() -> None:
+    """Empty the stack and the cache in which ZeRO-3 keeps the modules of engines until the process ends.
+
+    A run without recovery comes here too. With a version that lacks these names it only needs more memory.
+    """
+    with suppress(ImportError, AttributeError):
+        _attribute(*_MODULE_STACK).clear()
+        _attribute(*_MODULE_CACHE)[0].cell_contents.cache_clear()  # in a decorator of DeepSpeed
 
 
 def leave_groups() -> None:
@@ -117,10 +176,9 @@ def leave_groups() -> None:
     _attribute("deepspeed.utils.groups", "_release_process_group_references")(None)
     _attribute("torch.distributed.distributed_c10d", "_world").group_count = 0
     _attribute("deepspeed.runtime.zero.partition_parameters", "Init").param_id = 0
-    counter = _attribute(*_NAMES[3])[0]
+    counter = _attribute(*_MODULE_COUNTER)[0]
     counter[:] = [0]
-    _attribute(*_NAMES[4]).clear()
-    _attribute(*_NAMES[5])[0].cell_contents.cache_clear()  # in a decorator of DeepSpeed
+    _forget_modules()  # of an engine that was not built to its end
     gc.collect()
     destroying = threading.Thread(target=groups.clear, name="destroy groups", daemon=True)
     destroying.start()

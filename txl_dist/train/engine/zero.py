@@ -66,6 +66,7 @@ from txl_dist.train.engine.partitions import (
     update_averages,
 )
 from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.engine.regroup import empty_engine
 from txl_dist.train.engine.zero3_saved_tensors import saves_no_weights
 
 
@@ -540,24 +541,9 @@ class ZeroEngine(Engine):
         if self._is_closed:
             return
         self._is_closed = True
-        module = self._engine.module
-        self._engine.destroy()  # removes the hooks through which gradients keep it alive
-        # At stage 3 DeepSpeed keeps the module (in FWD_MODULE_STACK and the cache of __params_to_release), and with it
-        # the rest, until the process ends. So everything that holds values is emptied, and costs no memory.
-        vars(module).pop("ds_inflight_param_registry", None)
-        for part in module.modules():  # a flat module leaves views in its parts
-            views = [name for name, value in vars(part).items() if isinstance(value, Tensor)]
-            for name in views:
-                del vars(part)[name]
-        for parameter in module.parameters():
-            parameter.grad = None
-            parameter.data = parameter.data.new_empty(0)
-            vars(parameter).clear()
-        offload = getattr(self._optimizer, "parameter_offload", None)
-        coordinator = getattr(offload, "param_coordinator", None)
-        for part_of_deepspeed in (coordinator, offload, self._optimizer, self._base_optimizer, self._engine):
-            if part_of_deepspeed is not None:
-                vars(part_of_deepspeed).clear()
+        empty_engine(self._engine)
+        vars(self._optimizer).clear()
+        vars(self._base_optimizer).clear()
         self.stored = []
         self._partitions = []
 

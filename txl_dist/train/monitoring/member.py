@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from txl_dist.artifacts import LOCK
 from txl_dist.console.logging import note_in_file
@@ -47,6 +46,7 @@ from txl_dist.train.engine.regroup import (
     check_regroup,
     device_works,
     end_waits_if,
+    import_late_modules,
     leave_groups,
     new_cut,
     set_nccl_variables,
@@ -84,17 +84,9 @@ _MODULES = (
     "tensorboard.plugins.hparams.summary_v2",
     "tensorboard.plugins.text.summary_v2",
     "tensorboard.summary.writer.record_writer",
-    "torch._dynamo",  # with the first optimizer
-    "torch._subclasses.schema_check_mode",
-    "deepspeed.module_inject.auto_ep_layer",  # these with the first engine
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.stage_1_and_2",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.utils.pin_memory",
     "txl_dist.train.start",
 )
-"""Modules that training imports late. A spare imports them before it is needed."""
+"""Further modules that training imports late. A spare imports them before it is needed."""
 
 
 class RegroupError(BaseException):
@@ -124,6 +116,7 @@ def preload(*, allow_gpu: bool, on_loss: str) -> None:
         )
     import_deepspeed()
     check_regroup(on_gpu=on_gpu)
+    import_late_modules()
     for name in _MODULES:
         with suppress(ImportError):  # the list is of one version, and what is missing costs time only
             import_module(name)
