@@ -196,8 +196,7 @@ class TrainingRun:
             ending = self._ending(state)
             if state.step > 0:
                 self.saving.finish_last(state, patience_s=_PATIENCE_S[ending], stopped=self.stopped)
-            if ending != "phase":  # else the first step of the next phase reports it
-                self._report_recovery(state.step)
+            self._report_recovery(state.step)
             self._report_clipping(step=state.step)
             self.reporter.write("event", {"event": ending, "step": state.step})
             if ending != "phase":
@@ -428,7 +427,7 @@ class TrainingRun:
         return after, decision.votes
 
     def _report_recovery(self, finished_step: int) -> None:
-        """Write the `recovered` event after the first step that follows the loss of a rank, or at the end of the run.
+        """Write the `recovered` event after the first step that follows the loss of a rank, or at the end of the phase.
 
         The event has the step from which the run continued, because the records of later steps are written again.
         """

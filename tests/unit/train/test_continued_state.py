@@ -95,11 +95,11 @@ def nothing(*_: object, **__: object) -> None:
     """Do nothing."""
 
 
-@pytest.mark.parametrize(("max_steps", "events"), [(12, ["recovered", "done"]), (24, ["phase"])])
-def test_a_recovery_after_the_last_step_of_the_run_is_reported(
+@pytest.mark.parametrize(("max_steps", "events"), [(12, ["recovered", "done"]), (24, ["recovered", "phase"])])
+def test_a_recovery_after_the_last_step_of_a_phase_is_reported_before_the_phase_ends(
     monkeypatch: pytest.MonkeyPatch, max_steps: int, events: list[str]
 ) -> None:
-    """A recovery after the last step of a phase is reported with the next step."""
+    """The report says to the coordinator that later losses are not in a row with those before."""
     run: Any = object.__new__(TrainingRun)
     for name in ("_is_best_to_keep", "_observe", "_repeat_validation", "_start_callbacks", "_report_clipping"):
         monkeypatch.setattr(TrainingRun, name, nothing)
