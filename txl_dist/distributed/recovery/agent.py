@@ -37,12 +37,12 @@ from types import FrameType
 from typing import Any
 
 from txl_dist.artifacts import STOP
-from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, Message, end_when_unreachable
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.coordinator import KILLED_S, Coordinator
 from txl_dist.distributed.recovery.job_file import JobAddress, StoreWatch, find_job, publish_job, withdraw_job
 from txl_dist.distributed.recovery.partner import PartnerServer
+from txl_dist.distributed.recovery.printing import say
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
 from txl_dist.distributed.recovery.slot_file import SlotFile
@@ -301,7 +301,7 @@ class Agent:
                     f"the agent of rank {self._number} on {socket.gethostname()} cannot connect to that of rank 0 at "
                     f"{address}: {error}. Allow TCP connections between all nodes, or set recover.spares to 0"
                 )
-                _say(f"the job ends: {reason}")
+                say(f"the job ends: {reason}")
                 self._end({"kind": "end", "code": HANG, "reason": reason})
         elif kind == "leaving":
             self._is_leaving = True
@@ -437,7 +437,7 @@ class Agent:
             how, code = f"found no running job in {self._options.run_dir}", HANG
             if self._store.has_ended:  # the ranks have said why, and have the exit code
                 how, code = "ends, because the job has ended before it had begun", 0
-            _say(f"this spare node {how}")
+            say(f"this spare node {how}")
             self._end({"kind": "end", "code": code})
         elif now_s > self._next_join_s:
             self._next_join_s = now_s + JOIN_EVERY_S
@@ -455,7 +455,7 @@ class Agent:
         try:
             publish_job(Path(self._options.run_dir), self._job)
         except OSError as error:
-            _say(f"no agent can join this job later: {error}")
+            say(f"no agent can join this job later: {error}")
 
     def _end_rank(self) -> None:
         """Kill the process of the rank, because the job continues without this rank. Its slots stay."""
@@ -479,7 +479,7 @@ class Agent:
         reason = "the connection to the agent of rank 0 was lost"
         if (self._number == 1 or self._is_first_of_node) and not self._is_leaving and self._deadline_s is None:
             how = "If the job has ended too, the same command continues from the last checkpoint"
-            _say(f"the agents on {socket.gethostname()} end: {reason}. {how}")
+            say(f"the agents on {socket.gethostname()} end: {reason}. {how}")
         self._end({"kind": "end", "code": HANG, "reason": reason})
 
     def _end(self, message: Message) -> None:
@@ -553,7 +553,7 @@ class Agent:
         if self._exit_status is None:
             if self._deadline_s is not None and now_s > self._deadline_s + KILLED_S:
                 where = f"pid {self._pid} on {socket.gethostname()}"
-                _say(f"SIGKILL does not end {where}. The agent ends without its rank")
+                say(f"SIGKILL does not end {where}. The agent ends without its rank")
                 return self._end_code
             is_gone = self._closed_s is not None and now_s > self._closed_s + CAUSE_S and not _lives(self._pid)
             if not is_gone:
@@ -576,12 +576,6 @@ class Agent:
         self._page.clear()
         self._tell_coordinator(died)
         return None
-
-
-def _say(text: str) -> None:
-    """Print a line about recovery to standard error, if the terminal is still there."""
-    with suppress(OSError):
-        echo(f"txl: recovery: {text}", to=sys.stderr, flush=True)
 
 
 def _listen_at(address: str) -> socket.socket:

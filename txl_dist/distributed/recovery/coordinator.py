@@ -29,8 +29,9 @@ coordinator has received that status after it was sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from txl_dist.console.formatting import counted
 from txl_dist.distributed.connection import Message
@@ -45,7 +46,8 @@ from txl_dist.distributed.recovery.verdicts import (
     is_missed,
     why_not_again,
 )
-from txl_dist.errors import HANG
+from txl_dist.errors import HANG, in_one_line
+from txl_dist.io.files import typed
 
 KILLED_S = 20.0
 """Seconds within which a process must end after SIGKILL. Then its rank counts as lost, before the other ranks give up:
@@ -61,6 +63,10 @@ SAY_EVERY_S = 60.0
 HEARD_EVERY_S = 0.5
 """Seconds between two confirmations of an agent's statuses."""
 _HOUR_S = 3600.0
+
+
+class MessageError(ValueError):
+    """Message of an agent that the coordinator cannot use."""
 
 
 @dataclass
@@ -178,30 +184,43 @@ class Coordinator:
         return messages
 
     def receive(self, number: int, message: Message, now_s: float) -> None:
-        """Act on a message of an agent. Raises KeyError, TypeError or ValueError for malformed messages."""
+        """Act on a message of an agent. Raises MessageError for a message that cannot be used, which changes nothing.
+
+        Any other error is a fault of the coordinator itself.
+        """
+        try:
+            act = self._action(number, message, now_s)
+        except (KeyError, TypeError, ValueError) as error:
+            raise MessageError(in_one_line(error)) from error
+        act()
+
+    def _action(self, number: int, message: Message, now_s: float) -> Callable[[], None]:
+        """Return what a message makes the coordinator do. Raises KeyError, TypeError or ValueError if it is malformed.
+
+        All values of the message are read and checked here, before anything is changed.
+        """
         kind = message["kind"]
         if kind == "hello":
-            self._greet(number, message, now_s)
-        elif kind == "status":
-            self._hear(number, message, now_s)
-        elif kind == "started":
-            self._start(number, int(message["pid"]), now_s)
-        elif kind == "died":
-            self._lose(number, message, now_s)
-        elif kind == "unfilled":
-            self._stay_unfilled(list(message["seat"]), now_s)
-        elif kind == "ready":
-            self._become_ready(number, message, now_s)
-        elif kind == "stepped":
-            self._finish_step(number, int(message["generation"]), step=int(message["step"]))
-        elif kind == "failed":
-            self._fail(number, code=int(message["code"]), reason=str(message["reason"]))
-        elif kind == "left":
-            self._leave(number, int(message["code"]))
-        elif kind == "stop":
-            self._stop = self._stop or str(message["reason"])
-        else:
-            raise ValueError(f"the message {kind!r} is unknown")
+            return partial(self._greet, number, self._new_agent(number, message, now_s), now_s)
+        if kind == "status":
+            return partial(self._hear, number, typed(Status, message["status"]), message.get("sent_s"), now_s)
+        if kind == "started":
+            return partial(self._start, number, int(message["pid"]), now_s)
+        if kind == "died":
+            return partial(self._lose, number, str(message["cause"]), typed(Status, message["status"]), now_s)
+        if kind == "unfilled":
+            return partial(self._stay_unfilled, list(message["seat"]), now_s)
+        if kind == "ready":
+            return partial(self._become_ready, number, int(message["generation"]), int(message["port"]), now_s)
+        if kind == "stepped":
+            return partial(self._finish_step, number, int(message["generation"]), step=int(message["step"]))
+        if kind == "failed":
+            return partial(self._fail, number, code=int(message["code"]), reason=str(message["reason"]))
+        if kind == "left":
+            return partial(self._leave, number, int(message["code"]))
+        if kind == "stop":
+            return partial(self._note_stop, str(message["reason"]))
+        raise ValueError(f"the message {kind!r} is unknown")
 
     def lose_agent(self, number: int, now_s: float) -> None:
         """Act on the end of an agent, and of its rank's process and slots with it."""
@@ -255,14 +274,14 @@ class Coordinator:
             self.lines.append(f"the job ends: {reason}. The same command continues from the last checkpoint")
             self._send_to_all({"kind": "end", "code": HANG, "reason": reason})
 
-    def _hear(self, number: int, message: Message, now_s: float) -> None:
-        """Note the status of an agent, and confirm it if the agent asks for that."""
+    def _hear(self, number: int, status: Status, sent_s: object, now_s: float) -> None:
+        """Note the status of an agent. Confirm it with `sent_s`, unless this is None."""
         agent = self._agents[number]
-        agent.status = Status(*message["status"])
+        agent.status = status
         agent.heard_s = now_s
-        if "sent_s" in message and now_s >= agent.confirmed_s + HEARD_EVERY_S:
+        if sent_s is not None and now_s >= agent.confirmed_s + HEARD_EVERY_S:
             agent.confirmed_s = now_s
-            self._outbox.append((number, {"kind": "heard", "sent_s": message["sent_s"]}))
+            self._outbox.append((number, {"kind": "heard", "sent_s": sent_s}))
         if agent.is_silent:
             agent.is_silent = False
             self.lines.append(f"agent {number} on {agent.host} answers again")
@@ -297,8 +316,8 @@ class Coordinator:
         ranked = [(number, agent) for number, agent in self._agents.items() if agent.rank >= 0]
         return dict(sorted(ranked, key=lambda entry: entry[1].rank))
 
-    def _greet(self, number: int, message: Message, now_s: float) -> None:
-        """Take an agent into the job: at the start, or later without a rank, or in place of a lost one."""
+    def _new_agent(self, number: int, message: Message, now_s: float) -> _Agent:
+        """Return an agent that greets. Raises KeyError for a malformed message, ValueError if it is here already."""
         earlier = self._agents.get(number)
         if earlier is not None and earlier.is_connected:
             raise ValueError(f"agent {number} is already connected")
@@ -306,6 +325,11 @@ class Coordinator:
         agent.process = message["process"]
         agent.partner = message["partner"]
         agent.heard_s = now_s
+        return agent
+
+    def _greet(self, number: int, agent: _Agent, now_s: float) -> None:
+        """Take an agent into the job: at the start, or later without a rank, or in place of a lost one."""
+        earlier = self._agents.get(number)
         self._agents[number] = agent
         if not self._is_complete and number < self._world_size:
             agent.rank = number
@@ -335,7 +359,7 @@ class Coordinator:
         agent.is_alive = True
         agent.started_s = now_s
 
-    def _lose(self, number: int, message: Message, now_s: float) -> None:
+    def _lose(self, number: int, cause: str, status: Status, now_s: float) -> None:
         """Begin a new generation without the process of a rank that died, or end the job."""
         lost = self._agents[number]
         if lost.rank < 0:  # the job continues without it
@@ -346,8 +370,7 @@ class Coordinator:
             self._planned_s = now_s  # its replacement has the whole time
             self._send_to_node(lost.node, {"kind": "replace", "seat": lost.seat})
             return
-        cause = lost.kill or str(message["cause"])
-        loss = self._note_loss(lost, cause, Status(*message["status"]), now_s)
+        loss = self._note_loss(lost, lost.kill or cause, status, now_s)
         if loss is not None:
             self.lines.append(f"{loss}. Its replacement continues in the same job")
             self._plan(now_s)
@@ -527,13 +550,13 @@ class Coordinator:
         """Return the seats on a node that hold no rank. Their slots may hold state of an earlier generation."""
         return [agent.seat for agent in self._agents.values() if agent.node == node and agent.is_idle]
 
-    def _become_ready(self, number: int, message: Message, now_s: float) -> None:
+    def _become_ready(self, number: int, generation: int, port: int, now_s: float) -> None:
         """Note that a rank waits for the others. Once all ranks wait, tell them where to meet."""
         agent = self._agents[number]
         agent.is_alive = True
-        agent.ready = int(message["generation"])
+        agent.ready = generation
         if agent.rank == 0:
-            self._port = int(message["port"])
+            self._port = port
         ranked = self._ranked
         is_complete = all(other.ready == self.generation for other in ranked.values())
         if is_complete and not self._has_met and not self.is_ended:
@@ -582,6 +605,10 @@ class Coordinator:
             agent = self._agents[number]
             reason = f"rank {agent.rank} on {agent.host} failed: {reason}"
             self._send_to_all({"kind": "end", "code": code, "reason": reason})
+
+    def _note_stop(self, reason: str) -> None:
+        """Note a request to stop the job. The first one counts."""
+        self._stop = self._stop or reason
 
     def _judge_regroup(self, now_s: float) -> None:
         """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long."""

@@ -1,7 +1,12 @@
 """The sockets of the coordinator: a thread in the agent of rank 0, to which all agents connect.
 
-Each line that an agent sends carries a random key, which rank 0 shares over the process group. A connection with
-another key is dropped.
+Each line that an agent sends carries a random key, which rank 0 shares over the process group.
+
+    a foreign program, which has no key       its connection is dropped, without a line
+    an agent whose message cannot be used     a line names the agent and the message. The agent stays, because its rank
+                                              works. If the message was about a loss, the coordinator's limits notice it
+    an agent whose greeting cannot be used    a line. Its connection is dropped, because it has no place in the job
+    an agent that sends no lines of JSON      a line. Its connection is dropped, and the agent counts as lost
 """
 
 from __future__ import annotations
@@ -15,11 +20,13 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from typing import Any
 
 from txl_dist.console.echo import echo
-from txl_dist.distributed.connection import Connection, end_when_unreachable, listen
+from txl_dist.distributed.connection import Connection, Message, end_when_unreachable, listen
 from txl_dist.distributed.processes import process_of
-from txl_dist.distributed.recovery.coordinator import Coordinator
+from txl_dist.distributed.recovery.coordinator import Coordinator, MessageError
+from txl_dist.distributed.recovery.printing import say
 from txl_dist.errors import in_one_line
 
 TICK_S = 0.2
@@ -41,6 +48,9 @@ class CoordinatorServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._agents: dict[Connection, int] = {}
+        """Number of the agent at each connection, or -1 before it has greeted."""
+        self._reported: set[tuple[str, str]] = set()
+        """Agents and kinds of messages that a line has named because they cannot be used."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
         self._thread.start()
@@ -63,7 +73,7 @@ class CoordinatorServer:
     def _run(self) -> None:
         """Serve the agents. A fault of the coordinator ends the job, because nobody would notice a later loss.
 
-        Faults that a malformed message can cause are no such faults. They cost that agent (`_hear`).
+        A message that cannot be used is no such fault (`_pass_on`).
         """
         try:
             self._serve()
@@ -102,24 +112,56 @@ class CoordinatorServer:
             self._selector.register(peer, selectors.EVENT_READ, connection)
 
     def _hear(self, connection: Connection) -> None:
-        """Pass the messages of an agent to the coordinator. A connection that fails is dropped."""
+        """Pass the messages of a connection to the coordinator. A connection that fails is dropped."""
         try:
-            for message in connection.receive():
-                if message.get("key") != self.key:
-                    raise ValueError("another key")
-                number = int(message["agent"])
-                if message["kind"] != "hello" and number != self._agents[connection]:
-                    raise ValueError("another agent")
-                address = connection.peer.getpeername()[0].removeprefix("::ffff:")  # IPv4 at a socket of IPv6
-                self._coordinator.receive(number, {"address": address, **message}, time.monotonic())
-                self._agents[connection] = number
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            number = self._agents[connection]
-            if number >= 0 and not isinstance(error, OSError):
-                with suppress(OSError):  # the terminal is gone
-                    said = f"a message of agent {number} cannot be used, so it counts as lost: {in_one_line(error)}"
-                    echo(f"txl: recovery: {said}", to=sys.stderr, flush=True)
+            messages = connection.receive()
+        except OSError:
             self._drop(connection)
+            return
+        except ValueError as error:
+            number = self._agents[connection]
+            if number >= 0:
+                say(f"agent {number} sends what is no message, so it counts as lost: {in_one_line(error)}")
+            self._drop(connection)
+            return
+        for message in messages:
+            if not self._pass_on(connection, message):
+                self._drop(connection)
+                return
+
+    def _pass_on(self, connection: Connection, message: Message) -> bool:
+        """Pass one message to the coordinator. Returns False if the connection must be dropped."""
+        number = self._agents[connection]
+        has_greeted = number >= 0
+        has_key = message.get("key") == self.key
+        if not has_greeted and not has_key:
+            return False
+        sender: Any = message.get("agent")
+        if has_greeted:
+            is_valid = has_key and sender == number
+        else:
+            is_valid = message.get("kind") == "hello" and type(sender) is int and sender >= 0
+        try:
+            if not is_valid:
+                raise MessageError("the key or the number of the agent is wrong")
+            address = connection.peer.getpeername()[0].removeprefix("::ffff:")  # IPv4 at a socket of IPv6
+            self._coordinator.receive(sender, {"address": address, **message}, time.monotonic())
+        except OSError:  # the peer is gone
+            return False
+        except MessageError as error:
+            self._report(number if has_greeted else sender, message, error)
+            return has_greeted
+        self._agents[connection] = sender
+        return True
+
+    def _report(self, number: object, message: Message, error: MessageError) -> None:
+        """Print a line about a message that cannot be used, once for each agent and kind of message."""
+        place = (repr(number), repr(message.get("kind")))
+        if place in self._reported:
+            return
+        self._reported.add(place)
+        content = {name: value for name, value in message.items() if name != "key"}
+        say(f"a message of agent {number} cannot be used: {error}. The message is {content!r:.200}")
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.peer)
@@ -131,8 +173,7 @@ class CoordinatorServer:
     def _deliver(self) -> None:
         """Print the coordinator's lines, and send its messages. An agent that cannot be reached is lost."""
         for line in self._coordinator.lines:
-            with suppress(OSError):  # the terminal is gone
-                echo(f"txl: recovery: {line}", to=sys.stderr, flush=True)
+            say(line)
         self._coordinator.lines.clear()
         self._drop_silent()  # first, because a send to them would wait
         while messages := self._coordinator.take_messages():

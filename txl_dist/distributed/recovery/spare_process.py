@@ -11,13 +11,12 @@ requests are given back to the caller, so no rank waits forever for a replacemen
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, Message
+from txl_dist.distributed.recovery.printing import say
 
 START_S = 180.0
 """Seconds in which a spare must have imported everything and connected. A cold network file system takes minutes."""
@@ -158,9 +157,7 @@ class SpareProcess:
             then = "Another one is started"
         else:
             then = f"It was number {self._num_failed} in a row to fail, so none is started"
-        with suppress(OSError):  # the terminal is gone
-            where = socket.gethostname()
-            echo(f"txl: recovery: the spare on {where} (pid {pid}) {how}. {then}", to=sys.stderr, flush=True)
+        say(f"the spare on {socket.gethostname()} (pid {pid}) {how}. {then}")
         if self._num_failed < ATTEMPTS:
             self.ensure(now_s)
             return []

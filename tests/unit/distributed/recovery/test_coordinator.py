@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 
 from txl_dist.distributed.connection import MAX_LINE_BYTES
-from txl_dist.distributed.recovery.coordinator import KILLED_S, READY_S, REPLACED_S, Coordinator
+from txl_dist.distributed.recovery.coordinator import KILLED_S, READY_S, REPLACED_S, Coordinator, MessageError
 from txl_dist.distributed.recovery.verdicts import PER_HOUR
 from txl_dist.errors import HANG
 
@@ -816,7 +817,21 @@ def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
     assert coordinator.is_ended
 
 
-@pytest.mark.parametrize("message", [{"kind": "dance"}, {"kind": "ready"}, {"kind": "status", "status": [1]}])
-def test_a_malformed_message_is_refused(message: dict[str, Any]) -> None:
-    with pytest.raises((KeyError, ValueError, TypeError)):
-        Job().coordinator.receive(0, message, 0.0)
+@pytest.mark.parametrize(
+    "message",
+    [
+        *({"kind": kind} for kind in ("dance", "hello", "status", "started", "died", "unfilled", "ready", "stepped")),
+        *({"kind": kind} for kind in ("failed", "left", "stop")),
+        {},
+        {"kind": "status", "status": [1]},
+        {"kind": "ready", "generation": 2, "port": "x"},
+        {"kind": "died", "cause": "SIGKILL", "status": [1, 2, 3, "step", "step", False]},
+    ],
+    ids=str,
+)
+def test_a_message_that_cannot_be_used_is_refused_and_changes_nothing(message: dict[str, Any]) -> None:
+    job = Job()
+    before = copy.deepcopy(vars(job.coordinator))
+    with pytest.raises(MessageError):
+        job.coordinator.receive(0, message, 200.0)
+    assert vars(job.coordinator) == before

@@ -76,6 +76,129 @@ def test_a_fault_of_the_coordinator_ends_the_job_with_its_traceback(capfd: pytes
     assert "coordinator" not in [thread.name for thread in threading.enumerate()]
 
 
+STATUS = [0.1, 0.1, 60.0, 5, "step", False]
+
+
+def closed_by_peer(peer: socket.socket) -> bool:
+    """Return whether the other end closes a connection. Waits for what it does."""
+    peer.settimeout(30.0)
+    try:
+        return peer.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b'{"kind": "dance"}',
+        b'{"kind": "hello", "key": "of another job", "agent": 0}',
+        b'{"kind": "status", "key": ["x"], "agent": {}}',
+    ],
+)
+def test_a_foreign_program_is_dropped_without_a_line_and_the_job_goes_on(
+    line: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = CoordinatorServer(Coordinator(1, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    agent = Agent(server, 0)
+    with socket.create_connection(("127.0.0.1", server.port)) as foreign:
+        foreign.sendall(line + b"\n")
+        assert closed_by_peer(foreign)
+    agent.tell("died", cause="SIGKILL", status=STATUS)
+    kinds: list[str] = []
+    while "replace" not in kinds:
+        kinds += [message["kind"] for message in agent.receive()]
+    assert "end" not in kinds
+    agent.connection.peer.close()
+    server.close(grace_s=60.0)
+    assert "cannot be used" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "problem"),
+    [
+        ("dance", {}, "ValueError: the message 'dance' is unknown"),
+        ("ready", {"port": 7}, "KeyError: 'generation'"),
+        ("stepped", {"generation": None, "step": 3}, "TypeError"),
+        ("died", {"cause": "SIGKILL", "status": [1]}, "ValueError"),
+        ("status", {"status": STATUS, "agent": 1}, "the number of the agent is wrong"),
+        ("hello", {}, "agent 0 is already connected"),
+    ],
+)
+def test_an_agent_whose_message_cannot_be_used_stays_and_one_line_names_it_and_the_message(
+    kind: str, values: dict[str, Any], problem: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    coordinator = Counting(1, silent_s=6.0, max_in_row=3)
+    server = CoordinatorServer(coordinator, unreachable_s=60.0)
+    agent = Agent(server, 0)
+    for _ in range(3):
+        agent.connection.send({"kind": kind, "key": server.key, "agent": 0, **values})
+    agent.tell("died", cause="SIGKILL", status=STATUS)
+    kinds: list[str] = []
+    while "replace" not in kinds:
+        kinds += [message["kind"] for message in agent.receive()]
+    assert kinds == ["plan", "replace"]
+    assert coordinator.generation == 2
+    agent.connection.peer.close()
+    server.close(grace_s=60.0)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "cannot be used" in line]
+    assert "agent 0" in line
+    assert problem in line
+    assert repr(kind) in line
+    assert server.key not in line
+
+
+def test_an_agent_that_sends_no_json_counts_as_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    server = CoordinatorServer(Coordinator(2, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    agents = [Agent(server, number) for number in (0, 1)]
+    agents[1].connection.peer.sendall(b"no message\n")
+    (end,) = agents[0].receive()
+    assert end["kind"] == "end"
+    assert "the agent of rank 1 on a was lost" in end["reason"]
+    for agent in agents:
+        agent.connection.peer.close()
+    server.close(grace_s=60.0)
+    assert "agent 1 sends what is no message, so it counts as lost" in capfd.readouterr().err
+
+
+def test_a_second_agent_with_the_same_number_is_refused_and_the_first_one_stays(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    server = CoordinatorServer(Coordinator(1, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    first = Agent(server, 0)
+    for _ in range(3):
+        assert closed_by_peer(Agent(server, 0).connection.peer)
+    first.tell("died", cause="SIGKILL", status=STATUS)
+    kinds: list[str] = []
+    while "replace" not in kinds:
+        kinds += [message["kind"] for message in first.receive()]
+    first.connection.peer.close()
+    server.close(grace_s=60.0)
+    assert capfd.readouterr().err.count("agent 0 is already connected") == 1
+
+
+class Faulty(Coordinator):
+    """Coordinator with a fault that looks like that of a malformed message."""
+
+    def _start(self, number: int, pid: int, now_s: float) -> None:
+        raise KeyError("a fault of the coordinator")
+
+
+def test_an_error_of_the_coordinator_is_none_of_the_message_although_it_is_of_the_same_type(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    server = CoordinatorServer(Faulty(1, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    agent = Agent(server, 0)
+    agent.tell("started", pid=5)
+    (end,) = agent.receive()
+    assert end["kind"] == "end"
+    assert "KeyError: 'a fault of the coordinator'" in end["reason"]
+    agent.connection.peer.close()
+    server.close(grace_s=60.0)
+    assert "Traceback" in capfd.readouterr().err
+
+
 def test_statuses_that_arrive_bring_no_judgements_of_their_own_and_losses_are_answered_at_once() -> None:
     coordinator = Counting(1, silent_s=6.0, max_in_row=3)
     begin_s = time.monotonic()
