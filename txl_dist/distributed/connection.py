@@ -25,6 +25,11 @@ Message = dict[str, Any]
 """One line of JSON between processes, for example a report of a rank's progress."""
 
 
+def encode_shared(values: Message) -> bytes:
+    """Encode values that many messages have in common, once for all of them. `Connection.send` takes the result."""
+    return json.dumps(values).encode()[1:]
+
+
 class Connection:
     """Connection that exchanges JSON lines over a socket."""
 
@@ -33,9 +38,15 @@ class Connection:
         self.peer = peer
         self._rest = b""
 
-    def send(self, message: Message) -> None:
-        """Send one line. Raises OSError if the peer is gone, or has not read for a long time."""
-        rest = memoryview(json.dumps(message).encode() + b"\n")
+    def send(self, message: Message, *, shared: bytes = b"") -> None:
+        """Send one line. Raises OSError if the peer is gone, or has not read for a long time.
+
+        `shared` are further values of the message from `encode_shared`, or empty.
+        """
+        line = json.dumps(message).encode()
+        if shared:
+            line = line[:-1] + b", " + shared
+        rest = memoryview(line + b"\n")
         end_s = time.monotonic() + _SEND_S
         while rest:
             try:

@@ -32,9 +32,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from txl_dist.console.formatting import counted
-from txl_dist.distributed.connection import Message
+from txl_dist.distributed.connection import Message, encode_shared
 from txl_dist.distributed.rank_environment import format_ranks
 from txl_dist.distributed.recovery.status import Status
 from txl_dist.distributed.recovery.verdicts import (
@@ -67,6 +68,16 @@ _HOUR_S = 3600.0
 
 class MessageError(ValueError):
     """Message of an agent that the coordinator cannot use."""
+
+
+class Outgoing(NamedTuple):
+    """Message of the coordinator that is to be delivered."""
+
+    number: int
+    """Number of the agent that gets the message."""
+    message: Message
+    shared: bytes = b""
+    """Further values of the message, from `encode_shared`. They are the same object in the plans of all agents."""
 
 
 @dataclass
@@ -155,7 +166,7 @@ class Coordinator:
         self._on_loss = on_loss
         self._max_ranks = max_ranks
         self._agents: dict[int, _Agent] = {}
-        self._outbox: list[tuple[int, Message]] = []
+        self._outbox: list[Outgoing] = []
         self._plan_at: int | None = None  # place in `_outbox` of the plans that are due
         self._losses: list[Loss] = []  # since the ranks have last finished a step that no lost rank had begun before
         self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
@@ -171,8 +182,8 @@ class Coordinator:
         self._say_s = 0.0  # time of the next line about ranks that the job waits for
         self._stop = ""  # request to stop the job, for instance SIGTERM
 
-    def take_messages(self) -> list[tuple[int, Message]]:
-        """Return the messages to deliver since the last call: (number of the agent, message).
+    def take_messages(self) -> list[Outgoing]:
+        """Return the messages to deliver since the last call.
 
         Losses that were noticed since then have one plan together. So the plans of many losses cost little.
         """
@@ -281,7 +292,7 @@ class Coordinator:
         agent.heard_s = now_s
         if sent_s is not None and now_s >= agent.confirmed_s + HEARD_EVERY_S:
             agent.confirmed_s = now_s
-            self._outbox.append((number, {"kind": "heard", "sent_s": sent_s}))
+            self._send(number, {"kind": "heard", "sent_s": sent_s})
         if agent.is_silent:
             agent.is_silent = False
             self.lines.append(f"agent {number} on {agent.host} answers again")
@@ -336,7 +347,7 @@ class Coordinator:
             self._is_complete = len(self._ranked) == self._world_size
             return
         agent.is_alive = False
-        self._outbox.append((number, {"kind": "welcome"}))
+        self._send(number, {"kind": "welcome"})
         self.lines.append(f"agent {number} on {agent.host} has joined the job")
         if earlier is not None and earlier.rank >= 0:
             agent.rank = earlier.rank
@@ -354,7 +365,7 @@ class Coordinator:
         agent.is_unfilled = False
         agent.is_stuck = False
         if agent.rank < 0:
-            self._outbox.append((number, {"kind": "kill", "dump": False}))
+            self._send(number, {"kind": "kill", "dump": False})
             return
         agent.is_alive = True
         agent.started_s = now_s
@@ -504,8 +515,12 @@ class Coordinator:
         self._has_met = False
         self._plan_at = len(self._outbox)
 
-    def _plans(self) -> list[tuple[int, Message]]:
-        """Return the plan of this generation for each agent."""
+    def _plans(self) -> list[Outgoing]:
+        """Return the plan of this generation for each agent.
+
+        With 1,000 ranks lost at once a plan has 80 KB. All but a few values are the same for all agents, so these are
+        encoded once.
+        """
         ranked = self._ranked
         ranks_of: dict[str, list[int]] = {}
         for agent in ranked.values():
@@ -516,7 +531,6 @@ class Coordinator:
             if agent.is_idle and agent.partner and self._planned_s - agent.heard_s <= self._silent_s / 2
         ]
         common = {
-            "kind": "plan",
             "generation": self.generation,
             "losses": list(self._planned),
             "repeat_until": self._repeat_until,
@@ -526,17 +540,19 @@ class Coordinator:
             "idle": idle,
             "holder": self._agents[0].seat,
         }
+        shared = encode_shared(common)
         plans = []
         for number, agent in self._agents.items():
             neighbours = ranks_of.get(agent.node, [])
             is_first = bool(neighbours) and agent.rank == neighbours[0]
             own = {
+                "kind": "plan",
                 "rank": agent.rank,
                 "local_rank": neighbours.index(agent.rank) if agent.rank >= 0 else -1,
                 "local_size": len(neighbours),
                 "others": self._idle_seats(agent.node) if is_first else [],
             }
-            plans.append((number, common | own))
+            plans.append(Outgoing(number, own, shared))
         return plans
 
     def _host_of_rank0(self) -> str:
@@ -592,8 +608,9 @@ class Coordinator:
             self._fail(number, code=code, reason=f"exit code {code}")
         elif all(agent.has_left for agent in self._ranked.values()) and not self.is_ended:
             self.is_ended = True
-            idle = [other for other, agent in self._agents.items() if agent.rank < 0]
-            self._outbox += [(other, {"kind": "end", "code": 0, "reason": ""}) for other in idle]
+            for other, agent in self._agents.items():
+                if agent.rank < 0:
+                    self._send(other, {"kind": "end", "code": 0, "reason": ""})
         elif not self._has_met:
             agent = self._agents[number]
             self.end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
@@ -680,13 +697,16 @@ class Coordinator:
         if agent.rank >= 0 and not agent.kill:
             agent.kill = why
             agent.killed_s = now_s
-            self._outbox.append((number, {"kind": "kill", "dump": not why.startswith("frozen")}))
+            self._send(number, {"kind": "kill", "dump": not why.startswith("frozen")})
+
+    def _send(self, number: int, message: Message) -> None:
+        self._outbox.append(Outgoing(number, message))
 
     def _send_to_all(self, message: Message) -> None:
         for number in self._agents:
-            self._outbox.append((number, message))
+            self._send(number, message)
 
     def _send_to_node(self, node: str, message: Message) -> None:
         """Send a message to the first agent of a node, which has the spare."""
         first = min(number for number, agent in self._agents.items() if agent.node == node and agent.is_connected)
-        self._outbox.append((first, message))
+        self._send(first, message)

@@ -177,10 +177,10 @@ class CoordinatorServer:
         self._coordinator.lines.clear()
         self._drop_silent()  # first, because a send to them would wait
         while messages := self._coordinator.take_messages():
-            for number, message in messages:
+            for number, message, shared in messages:
                 for connection in self._connections_of(number):
                     try:
-                        connection.send(message)
+                        connection.send(message, shared=shared)
                     except OSError:
                         self._drop(connection)
             self._drop_silent()

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
-from txl_dist.distributed.connection import MAX_LINE_BYTES
+from txl_dist.distributed.connection import MAX_LINE_BYTES, Message
 from txl_dist.distributed.recovery.coordinator import KILLED_S, READY_S, REPLACED_S, Coordinator, MessageError
-from txl_dist.distributed.recovery.verdicts import PER_HOUR
+from txl_dist.distributed.recovery.verdicts import PER_HOUR, Loss
 from txl_dist.errors import HANG
 
 LIMIT_S = 60.0
+
+
+def decoded(message: Message, shared: bytes) -> Message:
+    """A message as an agent receives it."""
+    if not shared:
+        return message
+    whole: Message = json.loads(json.dumps(message)[:-1] + ", " + shared.decode())
+    return whole
 
 
 class Job:
@@ -56,7 +64,7 @@ class Job:
 
     def told(self) -> list[tuple[int, dict[str, Any]]]:
         """What was sent since this was last asked."""
-        return self.coordinator.take_messages()
+        return [(number, decoded(message, shared)) for number, message, shared in self.coordinator.take_messages()]
 
     def kinds(self) -> list[tuple[int, str]]:
         return [(rank, message["kind"]) for rank, message in self.told()]
@@ -223,11 +231,14 @@ def test_ranks_lost_at_once_get_one_plan_and_its_line_fits_for_1000_ranks() -> N
     job = Job("".join(chr(ord("a") + number // 8) for number in range(1000)))
     for rank in range(1000):
         job.lose(rank, step=123_456)
-    plans = [(number, message) for number, message in job.told() if message["kind"] == "plan"]
-    assert [number for number, _ in plans] == list(range(1000))
-    assert {len(plan["losses"]) for _, plan in plans} == {1000}
-    assert (plans[-1][1]["rank"], plans[-1][1]["local_rank"], plans[-1][1]["local_size"]) == (999, 7, 8)
-    assert 5 * len(json.dumps(plans[0][1])) < MAX_LINE_BYTES  # names of hosts may be longer
+    plans = [sent for sent in job.coordinator.take_messages() if sent.message["kind"] == "plan"]
+    assert [plan.number for plan in plans] == list(range(1000))
+    assert all(plan.shared is plans[0].shared for plan in plans), "the losses are encoded and kept once"
+    assert max(len(json.dumps(plan.message)) for plan in plans) < 100
+    last = decoded(plans[-1].message, plans[-1].shared)
+    assert len(last["losses"]) == 1000
+    assert (last["rank"], last["local_rank"], last["local_size"]) == (999, 7, 8)
+    assert 5 * len(json.dumps(last)) < MAX_LINE_BYTES  # names of hosts may be longer
 
 
 def test_ranks_lost_at_once_are_one_recovery_of_the_hour() -> None:
@@ -332,7 +343,7 @@ def test_after_a_shrink_the_first_agent_of_the_node_reads_the_slots_of_idle_agen
     job.tell(0, "unfilled", seat=["seat 1"])
     plans = {number: message for number, message in job.told() if message["kind"] == "plan"}
     assert plans[0]["others"] == [["seat 1"]]
-    assert plans[0]["idle"] == plans[2]["idle"] == [("", 1, "key"), ("address of b", 3, "key")]
+    assert plans[0]["idle"] == plans[2]["idle"] == [["", 1, "key"], ["address of b", 3, "key"]]
     assert (plans[0]["rank"], plans[0]["world_size"], plans[0]["local_rank"], plans[0]["local_size"]) == (0, 2, 0, 2)
     assert (plans[2]["rank"], plans[2]["world_size"], plans[2]["local_rank"], plans[2]["local_size"]) == (1, 2, 1, 2)
     assert plans[2]["others"] == []
@@ -636,7 +647,7 @@ def test_repeated_steps_do_not_end_a_row_of_losses_but_are_no_part_of_the_next_r
     job.recover(0, 1, 2, step=11)
     job.lose(0, step=13, cause="SIGSEGV")
     plan = next(message for _, message in job.told() if message["kind"] == "plan")
-    assert ([loss.step for loss in plan["losses"]], plan["repeat_until"]) == ([13], 15)
+    assert ([Loss(*loss).step for loss in plan["losses"]], plan["repeat_until"]) == ([13], 15)
     job.recover(0, 1, 2, step=11)
     job.lose(1, step=15)
     assert job.coordinator.is_ended

@@ -63,7 +63,7 @@ class Agent:
 
 
 def test_a_fault_of_the_coordinator_ends_the_job_with_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    server = CoordinatorServer(Broken(1, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    server = CoordinatorServer(Broken(1, silent_s=60.0, max_in_row=3), unreachable_s=600.0)
     agent = Agent(server, 0)
     (end,) = agent.receive()
     assert (end["kind"], end["code"]) == ("end", HANG)
@@ -100,7 +100,7 @@ def closed_by_peer(peer: socket.socket) -> bool:
 def test_a_foreign_program_is_dropped_without_a_line_and_the_job_goes_on(
     line: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server = CoordinatorServer(Coordinator(1, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    server = CoordinatorServer(Coordinator(1, silent_s=60.0, max_in_row=3), unreachable_s=600.0)
     agent = Agent(server, 0)
     with socket.create_connection(("127.0.0.1", server.port)) as foreign:
         foreign.sendall(line + b"\n")
@@ -129,8 +129,8 @@ def test_a_foreign_program_is_dropped_without_a_line_and_the_job_goes_on(
 def test_an_agent_whose_message_cannot_be_used_stays_and_one_line_names_it_and_the_message(
     kind: str, values: dict[str, Any], problem: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    coordinator = Counting(1, silent_s=6.0, max_in_row=3)
-    server = CoordinatorServer(coordinator, unreachable_s=60.0)
+    coordinator = Counting(1, silent_s=60.0, max_in_row=3)
+    server = CoordinatorServer(coordinator, unreachable_s=600.0)
     agent = Agent(server, 0)
     for _ in range(3):
         agent.connection.send({"kind": kind, "key": server.key, "agent": 0, **values})
@@ -150,8 +150,14 @@ def test_an_agent_whose_message_cannot_be_used_stays_and_one_line_names_it_and_t
 
 
 def test_an_agent_that_sends_no_json_counts_as_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    server = CoordinatorServer(Coordinator(2, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    coordinator = Counting(2, silent_s=60.0, max_in_row=3)
+    server = CoordinatorServer(coordinator, unreachable_s=600.0)
     agents = [Agent(server, number) for number in (0, 1)]
+    for agent in agents:
+        agent.tell("status", status=STATUS)
+    end_s = time.monotonic() + 60
+    while coordinator.num_statuses < 2 and time.monotonic() < end_s:
+        time.sleep(0.001)
     agents[1].connection.peer.sendall(b"no message\n")
     (end,) = agents[0].receive()
     assert end["kind"] == "end"
@@ -165,7 +171,7 @@ def test_an_agent_that_sends_no_json_counts_as_lost(capfd: pytest.CaptureFixture
 def test_a_second_agent_with_the_same_number_is_refused_and_the_first_one_stays(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    server = CoordinatorServer(Coordinator(1, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    server = CoordinatorServer(Coordinator(1, silent_s=60.0, max_in_row=3), unreachable_s=600.0)
     first = Agent(server, 0)
     for _ in range(3):
         assert closed_by_peer(Agent(server, 0).connection.peer)
@@ -188,7 +194,7 @@ class Faulty(Coordinator):
 def test_an_error_of_the_coordinator_is_none_of_the_message_although_it_is_of_the_same_type(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    server = CoordinatorServer(Faulty(1, silent_s=6.0, max_in_row=3), unreachable_s=60.0)
+    server = CoordinatorServer(Faulty(1, silent_s=60.0, max_in_row=3), unreachable_s=600.0)
     agent = Agent(server, 0)
     agent.tell("started", pid=5)
     (end,) = agent.receive()
@@ -200,9 +206,9 @@ def test_an_error_of_the_coordinator_is_none_of_the_message_although_it_is_of_th
 
 
 def test_statuses_that_arrive_bring_no_judgements_of_their_own_and_losses_are_answered_at_once() -> None:
-    coordinator = Counting(1, silent_s=6.0, max_in_row=3)
+    coordinator = Counting(1, silent_s=60.0, max_in_row=3)
     begin_s = time.monotonic()
-    server = CoordinatorServer(coordinator, unreachable_s=60.0)
+    server = CoordinatorServer(coordinator, unreachable_s=600.0)
     agent = Agent(server, 0)
     status = [0.1, 0.1, 60.0, 5, "step", False]
     for number in range(100):
