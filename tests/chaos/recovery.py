@@ -104,6 +104,12 @@ def replaced(
     copy_every = int(RARELY[1]) if RARELY[0] in settings else 1
     lost = _judge_events(case, run, copy_every=copy_every, most=1 if _is_stored_everywhere(deadly) else None)
     found = [event for event in run.records("event") if event.get("restored_from") == "copies"]
+    recovered = [event for event in run.records("event") if event["event"] == "recovered"]
+    if copy_every == 1 and len(found) < len(recovered):
+        case.problems.append(f"the job continued from a checkpoint, though newer copies existed: {recovered}")
+    ends_of_phases = [event["step"] for event in run.records("event") if event["event"] == "phase"]
+    if len(set(ends_of_phases)) < len(ends_of_phases):
+        case.problems.append(f"phases ended at steps {ends_of_phases}, one of them twice")
     if not both and any(event["step"] % copy_every for event in found):
         case.problems.append(f"copies were made after other steps than each {copy_every}th")
     if not both and case.steps_lost > copy_every * len(struck):

@@ -95,6 +95,11 @@ class Start(NamedTuple):
         """Source of the state: the `copies` of recovery, a `checkpoint`, or the `start` of a new run."""
         return "copies" if self.stored else ("checkpoint" if self.saved else "start")
 
+    @property
+    def is_inside_phase(self) -> bool:
+        """Whether the state was stored after a step of the phase, whose save or evaluation may be missing."""
+        return self.stored is not None and not self.stored.begins_phase
+
 
 class TrainingRun:
     """Training of one phase of a run on one rank: the parts of the run, and the loop that uses them.
@@ -183,7 +188,7 @@ class TrainingRun:
                     "the run is already at step %d, which is past train.max_steps=%d", state.step, self.max_steps
                 )
             self._start_callbacks(state)
-            is_recovered = self.start.stored is not None
+            is_recovered = self.start.is_inside_phase
             if is_recovered and (self.saving.is_due(state.step) or self._is_best_to_keep(state.step)):
                 self.saving.begin(state)  # the loss may have interrupted this save
             is_unseen = self.observer.should_evaluate(state.step) and state.step not in self.evaluated
@@ -297,6 +302,8 @@ class TrainingRun:
         stored = self.start.stored
         if stored is not None and state.step == stored.step:
             interval.continue_from(stored.facts["interval"])
+        elif state.step and state.step == context.steps.start:
+            self.recovery.store(state, self.engine, interval.sums(), begins_phase=True)
         depth = config.data.prefetch_depth
         step_inputs = read_inputs(
             context.corpora.train,
@@ -332,7 +339,7 @@ class TrainingRun:
                         return rewound_state
                 is_last = step == self.last_step
                 # The first report shows that the run works, and how long it will take.
-                is_first = stored is None and step == self.start.step + 1 and interval.has_valid_steps()
+                is_first = not self.start.is_inside_phase and step == self.start.step + 1 and interval.has_valid_steps()
                 if is_first or is_last or step % config.metrics.log_every_steps == 0:
                     self._report(state, interval)
                     interval = Interval(clip_norm=config.optim.clip_norm)

@@ -415,7 +415,7 @@ def _choose_state(
     if stored is None or (choice.saved is not None and choice.saved.step > stored.step):
         return None, choice, plan.stage_at(choice.saved.step if choice.saved else 0)
     # The phase that made the step may lack its last checkpoint or evaluation, so it ends before the next begins.
-    return stored, Choice(None, []), plan.stage_at(stored.step - 1)
+    return stored, Choice(None, []), plan.stage_at(stored.step if stored.begins_phase else stored.step - 1)
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:

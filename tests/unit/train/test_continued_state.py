@@ -20,12 +20,18 @@ PHASES = [SimpleNamespace(context=SimpleNamespace(steps=steps)) for steps in (ra
 
 
 def continued(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *, stored: int | None, saved: int | None = None, damaged: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *,
+    stored: int | None,
+    saved: int | None = None,
+    damaged: int = 0,
+    begins_phase: bool = False,
 ) -> tuple[int | None, int | None, int]:
     """Return (step of the copies or None, step of the checkpoint or None, number of the phase) of the choice.
 
     `stored` and `saved` are the steps of the newest copies and of the newest whole checkpoint, or None. `damaged` is
-    the step of a damaged checkpoint.
+    the step of a damaged checkpoint. `begins_phase` says that the copies are of the beginning of a phase.
     """
     for step in filter(None, (saved, damaged)):
         checkpoint_folder(folder, step).mkdir(parents=True)
@@ -34,7 +40,8 @@ def continued(
     monkeypatch.setattr(start, "run_on_rank0", lambda action: action())
     nothing: Any = None
     plan = RunPlan(nothing, folder, nothing, cast("Any", tuple(PHASES)), 0, nothing)
-    recovery = SimpleNamespace(take_stored=lambda: None if stored is None else SimpleNamespace(step=stored))
+    copies = None if stored is None else SimpleNamespace(step=stored, begins_phase=begins_phase)
+    recovery = SimpleNamespace(take_stored=lambda: copies)
     state, chosen, stage = start._choose_state(plan, cast("Any", recovery), None, resume="auto", is_start=True)
     checkpoint = None if chosen.saved is None else chosen.saved.step
     return None if state is None else state.step, checkpoint, PHASES.index(cast("Any", stage))
@@ -45,6 +52,12 @@ def test_no_stored_step_is_repeated_also_not_the_last_one_of_a_phase(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, step: int, phase: int
 ) -> None:
     assert continued(monkeypatch, tmp_path, stored=step, saved=10 if step > 10 else None) == (step, None, phase)
+
+
+def test_a_phase_whose_beginning_is_stored_begins_again_without_the_phase_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert continued(monkeypatch, tmp_path, stored=12, saved=12, begins_phase=True) == (12, None, 1)
 
 
 def test_without_copies_the_run_continues_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,7 +86,7 @@ def test_copies_are_used_if_every_checkpoint_is_damaged(monkeypatch: pytest.Monk
     monkeypatch.setattr(start, "run_on_rank0", lambda action: action())
     none: Any = None
     plan = RunPlan(none, tmp_path, none, cast("Any", tuple(PHASES)), 0, none)
-    for stored in (SimpleNamespace(step=10), None):
+    for stored in (SimpleNamespace(step=10, begins_phase=False), None):
         recovery: Any = SimpleNamespace(take_stored=lambda stored=stored: stored)
         if stored:
             assert start._choose_state(plan, recovery, None, resume="auto", is_start=True)[0] is stored
@@ -106,7 +119,7 @@ def test_a_recovery_after_the_last_step_of_a_phase_is_reported_before_the_phase_
     monkeypatch.setattr(TrainingRun, "_first_state", lambda self: SimpleNamespace(step=12))
     written: list[str] = []
     run.reporter = SimpleNamespace(write=lambda kind, record: written.append(record["event"]), close=lambda: None)
-    run.start = SimpleNamespace(step=12, stored=True, origin="copies")
+    run.start = SimpleNamespace(step=12, stored=True, origin="copies", is_inside_phase=True)
     run.recovery = Recovery()
     run.recovery.mark_step = lambda step, *, continued_from: {"why": "SIGKILL"}
     run.saving = SimpleNamespace(

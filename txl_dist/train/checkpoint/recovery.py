@@ -42,10 +42,10 @@ class Recovery:
         All ranks call it together. Raises ConfigError on all ranks.
         """
 
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any], *, begins_phase: bool = False) -> None:
         """Begin to store the state after a step, and the sums of the logging interval, if a copy is due.
 
-        Weights may change again only after `wait`.
+        The state with which a phase begins is always due. Weights may change again only after `wait`.
         """
 
     def wait(self) -> None:
@@ -169,10 +169,10 @@ class InJobRecovery(Recovery):
         self._slots.check_room(state, engine)
 
     @override
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any], *, begins_phase: bool = False) -> None:
         has_rewound = state.step <= self._last_step  # all copies are of steps that the run has given up
-        if state.step % self._copy_every == 0 or has_rewound:
-            self._slots.store(state, engine, sums)
+        if state.step % self._copy_every == 0 or has_rewound or begins_phase:
+            self._slots.store(state, engine, sums, begins_phase=begins_phase)
         self._last_step = state.step
 
     @override

@@ -190,11 +190,16 @@ class StoredState:
     step: int
     stream: StreamState
     facts: dict[str, Any]
-    """Small values of the state: `step`, `tokens`, `health`, `stream`, `loss_scale` and `interval`."""
+    """Small values of the state: `step`, `tokens`, `health`, `stream`, `loss_scale`, `interval` and `begins_phase`."""
     source: Source
     """Weights and optimizer state of the ranks of this node."""
     memories: tuple[Memory, ...]
     """Memories of this rank's lanes (batch rows), one per micro-batch."""
+
+    @property
+    def begins_phase(self) -> bool:
+        """Whether a phase of the run begins with this state. Otherwise a step of the phase made it."""
+        return bool(self.facts["begins_phase"])
 
     def load(self, engine: Engine) -> TrainState:
         """Load the version into a new engine, and return the training state. All ranks call it together, once.
@@ -260,10 +265,11 @@ class StateSlots:
         self._thread = ThreadPoolExecutor(1, "state slots")
         self._writing: Future[None] | None = None
 
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any], *, begins_phase: bool = False) -> None:
         """Begin to store the state after a step, in a thread. Weights may change again only after `wait`.
 
-        `sums` are the values of the logging interval in progress, for JSON.
+        `sums` are the values of the logging interval in progress, for JSON. `begins_phase` says that the state is that
+        of the phase's beginning, for instance with memories of another length than the step before has left.
         """
         self.wait()
         partitions = engine.partition_states()
@@ -282,6 +288,7 @@ class StateSlots:
             "stream": state.stream.to_dict(),
             "loss_scale": engine.loss_scale(),
             "interval": sums,
+            "begins_phase": begins_phase,
             "updates": [partition.step for partition in partitions],
             "share": self._share,
         }

@@ -33,7 +33,7 @@ def stored_steps(folder: Path, steps: list[int], *, copy_every: int) -> list[int
     """Return those of the steps after which the state was copied."""
     recovery = recovery_in(folder, copy_every=copy_every)
     stored: list[int] = []
-    recovery._slots.store = lambda state, engine, sums: stored.append(state.step)  # type: ignore[method-assign]
+    recovery._slots.store = lambda state, *_, **__: stored.append(state.step)  # type: ignore[method-assign]
     for step in steps:
         recovery.store(cast("Any", SimpleNamespace(step=step)), cast("Any", None), {})
     recovery.close()
