@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -64,6 +64,8 @@ SAY_EVERY_S = 60.0
 HEARD_EVERY_S = 0.5
 """Seconds between two confirmations of an agent's statuses."""
 _HOUR_S = 3600.0
+_NOT_STARTED = Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
+"""Status of a rank before its first report."""
 
 
 class MessageError(ValueError):
@@ -84,21 +86,21 @@ class Outgoing(NamedTuple):
 class _Agent:
     """State of one agent and of its rank in the coordinator."""
 
-    host: str = ""
-    node: str = ""
-    address: str = ""
+    host: str
+    node: str
+    address: str
     """Network address of the agent's node, as the coordinator sees it."""
-    seat: list[object] = field(default_factory=list)
-    pid: int = 0
-    partner: list[object] = field(default_factory=list)
+    seat: list[object]
+    pid: int
+    partner: list[object]
     """[port, key] of the agent's server of copies. Empty with recover.copies=node."""
-    process: object = None
+    process: object
     """Identity of the agent's process, as JSON values."""
+    heard_s: float
+    """Time at which the last status, or the greeting, was received."""
     rank: int = -1
     """Rank that the agent's process is, or -1 if the agent has no rank."""
-    status: Status | None = None
-    heard_s: float = 0.0
-    """Time at which the last status was received."""
+    status: Status = _NOT_STARTED
     confirmed_s: float = 0.0
     """Time at which a status was last confirmed."""
     is_silent: bool = False
@@ -254,9 +256,8 @@ class Coordinator:
             if not self._is_complete:
                 self.end(why)
                 return
-            status = lost.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
             lost.is_unfilled = True
-            if self._note_loss(lost, AGENT_LOST, aged(status, now_s - lost.heard_s), now_s) is None:
+            if self._note_loss(lost, AGENT_LOST, aged(lost.status, now_s - lost.heard_s), now_s) is None:
                 return
         if why:
             self._replace_elsewhere(why, now_s)
@@ -332,11 +333,16 @@ class Coordinator:
         earlier = self._agents.get(number)
         if earlier is not None and earlier.is_connected:
             raise ValueError(f"agent {number} is already connected")
-        agent = _Agent(message["host"], message["node"], message["address"], message["seat"], message["pid"])
-        agent.process = message["process"]
-        agent.partner = message["partner"]
-        agent.heard_s = now_s
-        return agent
+        return _Agent(
+            host=message["host"],
+            node=message["node"],
+            address=message["address"],
+            seat=message["seat"],
+            pid=message["pid"],
+            process=message["process"],
+            partner=message["partner"],
+            heard_s=now_s,
+        )
 
     def _greet(self, number: int, agent: _Agent, now_s: float) -> None:
         """Take an agent into the job: at the start, or later without a rank, or in place of a lost one."""
@@ -393,8 +399,7 @@ class Coordinator:
             is_late = agent.kill and now_s > agent.killed_s + KILLED_S
             if is_late and not agent.has_left and not self.is_ended:
                 cause = f"{agent.kill}, and SIGKILL did not end it within {KILLED_S:g} s"
-                status = agent.status or Status(0.0, 0.0, 0.0, 0, "start", is_waiting=False)
-                loss = self._note_loss(agent, cause, aged(status, now_s - agent.heard_s), now_s)
+                loss = self._note_loss(agent, cause, aged(agent.status, now_s - agent.heard_s), now_s)
                 if loss is not None:
                     agent.is_stuck = True
                     self.lines.append(f"{loss}. It is replaced after its process has ended")
@@ -406,7 +411,7 @@ class Coordinator:
         lost.is_alive = False
         lost.ready = 0  # the others may wait for it in this same generation
         lost.kill = ""
-        lost.status = None
+        lost.status = _NOT_STARTED
         if self.is_ended:
             return None
         if not self._planned:
@@ -503,7 +508,7 @@ class Coordinator:
         for agent in by_process[size:]:  # their agents kill them
             agent.is_alive = False
             agent.kill = ""
-            agent.status = None
+            agent.status = _NOT_STARTED
         self._world_size = size
         self.lines.append(f"{why}. The job continues with {size} of {counted(before, 'rank')}")
         self._plan(now_s)
@@ -675,7 +680,7 @@ class Coordinator:
         """Return the present statuses of the ranks that have started and not ended, by agent."""
         statuses = {}
         for number, agent in self._ranked.items():
-            if agent.status is not None and agent.status.limit_s and agent.is_alive and not agent.has_left:
+            if agent.status.limit_s and agent.is_alive and not agent.has_left:
                 statuses[number] = aged(agent.status, now_s - agent.heard_s)
         return statuses
 
