@@ -1,6 +1,6 @@
 """Leaving an engine and its process groups, so that the same process can make new ones.
 
-All private names of torch and DeepSpeed that recovery needs are in this file.
+All private names of torch and DeepSpeed that recovery needs, and other training does not, are in this file.
 
 torch and DeepSpeed expect one job per process. Some of their state outlives the groups and the engine, and differs
 between a process that stayed and its new peers:
