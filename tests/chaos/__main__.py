@@ -1,6 +1,7 @@
 """python -m tests.chaos GROUP... [--out chaos.jsonl] [--seed N] [--minutes M]   |   python -m tests.chaos table FILE
 
-Groups: sweep flips elastic signals hangs disk nan spikes lock pickles recovery goodput, or all. One JSON line per case.
+Groups: sweep flips elastic signals hangs disk nan spikes lock pickles recovery endurance goodput, or all.
+One JSON line per case.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.chaos.hangs import hangs
 from tests.chaos.lab import Lab, Trial
 from tests.chaos.lock import lock
 from tests.chaos.pickles import pickles
-from tests.chaos.recovery import recovery
+from tests.chaos.recovery import endurance, recovery
 from tests.chaos.report import tables
 from tests.chaos.saves import flips, sweep
 from tests.chaos.stops import signals
@@ -37,6 +38,7 @@ GROUPS: dict[str, Callable[[Lab], Iterator[Trial]]] = {
     "lock": lock,
     "pickles": pickles,
     "recovery": recovery,
+    "endurance": endurance,
 }
 
 

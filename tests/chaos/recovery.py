@@ -15,23 +15,34 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos.agents import ON, STRUCK_AT, judge_events, names_of, running_ranks
 from tests.chaos.arithmetic import SPIKES, SPIKY
 from tests.chaos.elastic import memories_went_on
+from tests.chaos.hangs import FREEZES
 from tests.chaos.lab import Case, Lab, Trial
-from tests.chaos.runs import Run
+from tests.chaos.stops import launcher
+from tests.chaos.strikes import (
+    NO_SPARE,
+    REQUESTS,
+    agent_lost,
+    asked_to_stop,
+    busy,
+    in_collective,
+    node_paused,
+    spare_struck,
+    thawed,
+)
 from tests.helpers import forked
-from tests.helpers.job import Job
 from txl_dist.artifacts import list_checkpoints
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES
 from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint.validate import checkpoint_problems
 from txl_dist.train.monitoring.run_lock import RunLock
 
-ON = ("--recover.spares", "1")
 PARTNER = ("--recover.copies", "partner")
 RARELY = ("--recover.copy_every", "4")
-POINTS = ("step", "vote", "decided", "updated", "boundary", "half-stored", "stored")
-"""Points of a step at which a rank is killed."""
+POINTS = ("step", "pass#2", "pass#3", "vote", "decided", "updating", "updated", "boundary", "half-stored", "stored")
+"""Points of a step at which a rank is killed. `pass#2` is in the forward pass, and `pass#3` in the backward pass."""
 SAVE_POINTS = ("save-begin", "save-copied", "save-file-half", "save-written", "save-manifest", "save-renamed", "saved")
 """Points of a save at which a rank is killed."""
 ONLY_RANK_0 = ("save-manifest", "save-renamed")
@@ -41,7 +52,6 @@ REGROUP_POINTS = ("leave", "meet", "loaded")
 EMA = ("--optim.ema_decay", "0.9", "--eval.use_ema", "True", "--eval.every_steps", "6")
 EVERY_STEP = ("--model.dropout", "0", "--model.attention_dropout", "0", "--checkpoint.every_steps", "1",
               "--checkpoint.keep_last", "1000", "--checkpoint.asynchronous", "False")  # fmt: skip
-STRUCK_AT = 10
 SAVED_AT = 12
 SAMPLES = ("--metrics.sample_every_steps", "5", "--metrics.sample_len", "8")
 PHASES = ("--train.phases", "until=0.5 num_lanes=8 segment_len=4 memory_len=8")
@@ -65,6 +75,22 @@ IN_PROGRESS = {
     "save of the best": ("kill:0:10:save-begin", *KEEP_BEST),
 }
 """Work between two steps in which a rank is killed: fault and settings, by name."""
+THREE_IN_ROW = f"kill:1:{STRUCK_AT},kill:0:{STRUCK_AT}:step@2,kill:1:3:loaded@3"
+FOUR_IN_ROW = f"{THREE_IN_ROW},kill:0:4:meet@4"
+"""Losses of different ranks at different points, without a finished step between them."""
+FIRST_STEP = ("build", "step", "pass#3", "updating", "half-stored")
+"""Points between the build of the engine and the end of the first step after a recovery."""
+AGAIN = "spike:*:16:step@2"
+"""Spikes come again after a recovery, because they are in the data."""
+REWINDS = {
+    "in it": (f"kill:1:12:load,{AGAIN}",),
+    "in it, rank 0": (f"kill:0:12:load,{AGAIN}",),
+    "in the first step after it": (f"kill:0:13:step#2,{AGAIN}",),
+    "in the second step after it": ("kill:1:14:updated#2",),
+    "before it": (f"kill:1:14:updated,spike:*:15:step@2,{AGAIN}",),
+    "in it, then again": (f"kill:1:12:load,kill:0:12:load@2,{AGAIN},spike:*:16:step@3",),
+}
+"""Kills around a rewind to the checkpoint of step 12, by name."""
 KINDS_OF_RUNS = {
     "phases": (f"kill:1:{STRUCK_AT}:updated,kill:0:15:step@2", *PHASES),
     "phases, in the first step of one": ("kill:1:13:step", *PHASES),
@@ -91,7 +117,7 @@ def replaced(
         case.exit_codes.append(job.wait(limit_s=300))
         struck = [strike for strike in job.struck if strike.kind in ("kill", "stop", "hang", "spin")]
     lab.judge(case, run, lab.unbroken(*words, ranks=ranks, fault=both, nodes=nodes))
-    deadly = [one for one in fault.split(",") if not one.startswith("slow")]
+    deadly = [one for one in fault.split(",") if one.startswith(("kill", "stop", "hang", "spin"))]
     if len(struck) < len(deadly):
         case.problems.append(f"only {struck} of {fault} struck")
     if case.exit_codes != [[0] * ranks]:
@@ -102,7 +128,7 @@ def replaced(
     if KEEP_BEST[-2] in settings and STRUCK_AT not in saved:  # it was the best when the rank was lost
         case.problems.append(f"the best checkpoint is not among {saved}")
     copy_every = int(RARELY[1]) if RARELY[0] in settings else 1
-    lost = _judge_events(case, run, copy_every=copy_every, most=1 if _is_stored_everywhere(deadly) else None)
+    lost = judge_events(case, run, copy_every=copy_every, most=1 if _is_stored_everywhere(deadly) else None)
     found = [event for event in run.records("event") if event.get("restored_from") == "copies"]
     recovered = [event for event in run.records("event") if event["event"] == "recovered"]
     if copy_every == 1 and len(found) < len(recovered):
@@ -144,7 +170,7 @@ def launched(lab: Lab, program: str, *, stage: int = 1) -> Case:
     lab.judge(case, run, lab.unbroken(*words))
     if ended.returncode:
         case.problems.append(f"exit code {ended.returncode}: {ended.stderr[-500:]}")
-    if sorted(_judge_events(case, run)) != [0, 1]:
+    if sorted(judge_events(case, run)) != [0, 1]:
         case.problems.append("not the two ranks that were killed were replaced")
     left = [
         process.pid for process in psutil.process_iter(["cmdline"]) if str(run.dir) in (process.info["cmdline"] or ())
@@ -182,7 +208,7 @@ def damaged(lab: Lab, *, stage: int = 1, both_copies: bool) -> Case:
         case.problems.append(f"the event is {event}")
     if [record["event"] for record in run.records("event")].count("start") != 1:
         case.problems.append("the job has started once, and the records say otherwise")
-    if _judge_events(case, run) != [1]:
+    if judge_events(case, run) != [1]:
         case.problems.append("another rank was lost")
     return lab.report(case)
 
@@ -226,7 +252,7 @@ def shrunk(lab: Lab, *, lost: Sequence[int], left: int, stage: int = 1, then: st
         case.problems.append("a loss before the shrink differs")
     if not memories_went_on(run, STRUCK_AT - 1):
         case.problems.append("the memories after the shrink are not those from before")
-    _judge_events(case, run)
+    judge_events(case, run)
     return lab.report(case)
 
 
@@ -256,7 +282,7 @@ def node_lost(lab: Lab, *, stage: int = 1, per_node: int = 1) -> Case:
         case.problems.append(f"exit codes {case.exit_codes}")
     if not case.message_ok:
         case.problems.append("the log does not say where the rank continues")
-    _judge_events(case, run)
+    judge_events(case, run)
     return lab.report(case)
 
 
@@ -284,7 +310,7 @@ def storm(lab: Lab, *more: str, kills: int, stage: int, ranks: int, steps: int =
     lab.judge(case, run, lab.unbroken(*words, ranks=ranks))
     if case.exit_codes != [[0] * ranks]:
         case.problems.append(f"exit codes {case.exit_codes}")
-    _judge_events(case, run)
+    judge_events(case, run)
     return lab.report(case)
 
 
@@ -369,51 +395,9 @@ def stopped(lab: Lab, *, to_launcher: bool, stage: int = 1) -> Case:
     return lab.report(case)
 
 
-def running_ranks(job: Job) -> list[int]:
-    """All ranks that run, replacements included: children of agents, and children of the spare."""
-    pids = []
-    for agent in job.pids:
-        for child in children_of(agent):
-            pids += sorted(children_of(child)) or [child]
-    return pids
-
-
-def names_of(job: Job) -> list[str]:
-    """Sorted names of the processes that agents have started, as `pgrep -x` finds them."""
-    names = []
-    for agent in job.pids:
-        with suppress(psutil.Error, OSError):
-            for process in psutil.Process(agent).children(recursive=True):
-                names.append(Path(f"/proc/{process.pid}/comm").read_text(encoding="ascii").strip())
-    return sorted(names)
-
-
-def children_of(pid: int) -> set[int]:
-    """The children of a process, or none if it has ended."""
-    with suppress(OSError):
-        return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()}
-    return set()
-
-
 def _is_stored_everywhere(faults: Sequence[str]) -> bool:
     """Whether all ranks have stored the step before the only fault: it comes after the decision of the step."""
     return len(faults) == 1 and faults[0].split(":")[-1] in ("decided", "updated")
-
-
-def _judge_events(case: Case, run: Run, *, copy_every: int = 1, most: int | None = None) -> list[int]:
-    """Fill the figures of a case. Returns the ranks that were replaced, one per loss.
-
-    At most the step in flight and those since the last copies may be made again, or `most` steps.
-    """
-    most = copy_every + 1 if most is None else copy_every - 1 + most
-    events = [record for record in run.records("event") if record["event"] == "recovered"]
-    if not events:
-        case.problems.append("no event says that the job has recovered")
-    if any(event["restored_from"] == "copies" and event["repeated_steps"] > most for event in events):
-        case.problems.append(f"more than {most} steps were made again: {events}")
-    for name in ("notice_s", "regroup_s", "restore_s", "redo_s"):
-        case.figures[name] = max((event[name] for event in events), default=0.0)
-    return [rank for event in events for rank in event["ranks"]]
 
 
 def recovery(lab: Lab) -> Iterator[Trial]:
@@ -428,6 +412,14 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         for point in REGROUP_POINTS:
             for rank in (0, 1):
                 yield partial(replaced, lab, f"kill:1:{STRUCK_AT},kill:{rank}:2:{point}@2", stage=stage)
+        for point in FIRST_STEP:
+            fault = f"kill:1:{STRUCK_AT},kill:0:{0 if point == 'build' else STRUCK_AT}:{point}@2"
+            yield partial(replaced, lab, fault, stage=stage)
+        for point in ("step", "vote", "decided"):
+            for victim in (0, 1):
+                yield partial(in_collective, lab, point, stage=stage, victim=victim)
+        for name in REWINDS:
+            yield partial(replaced, lab, *REWINDS[name], *SPIKY, both=SPIKES, stage=stage)
         yield partial(replaced, lab, f"stop:1:{STRUCK_AT}", stage=stage)
         yield partial(storm, lab, kills=10, stage=stage, ranks=4)
     for point in SAVE_POINTS:
@@ -474,3 +466,32 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         yield partial(node_lost, lab, stage=stage, per_node=1 + stage % 2)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")
     yield partial(ended, lab, "kill:1:11:step@*", *RARELY, reason="The same happened before at this step")
+    for kind in FREEZES:
+        limits = () if kind == "stop" else ("--engine.timeout_s", "5", "--engine.start_timeout_s", "15")
+        for asynchronous in ("True", "False"):
+            words = ("--checkpoint.asynchronous", asynchronous, *limits)
+            yield partial(replaced, lab, f"{kind}:1:{SAVED_AT}:save-file-half", *words)
+        for point in REGROUP_POINTS:
+            for rank in (0, 1):
+                yield partial(replaced, lab, f"kill:1:{STRUCK_AT},{kind}:{rank}:2:{point}@2", *limits)
+    yield partial(thawed, lab)
+    yield partial(node_paused, lab)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        yield partial(spare_struck, lab, number)
+    yield partial(ended, lab, NO_SPARE, reason="cannot be replaced, because the spares there have failed")
+    yield partial(replaced, lab, THREE_IN_ROW)
+    yield partial(ended, lab, FOUR_IN_ROW, reason="(recover.max_in_row=3)")
+    for how in REQUESTS:
+        for waits in (False, True):
+            yield partial(asked_to_stop, lab, how, waits=waits)
+    for rank in (0, 1):
+        yield partial(agent_lost, lab, rank)
+    for kind in ("deepspeed", "txl launch", "every process of txl launch"):
+        for number in (signal.SIGTERM, signal.SIGKILL)[: 1 if "every" in kind else 2]:
+            yield partial(launcher, lab, kind=kind, moment="recovery", number=number)
+
+
+def endurance(lab: Lab) -> Iterator[Trial]:
+    """Recovery for many minutes: a storm of 100 kills, and a busy machine."""
+    yield partial(storm, lab, kills=100, stage=1, ranks=2)
+    yield partial(busy, lab, minutes=10)

@@ -19,6 +19,7 @@ from unittest import mock
 
 import psutil
 
+from tests.chaos.agents import ON
 from tests.chaos.lab import Case, Lab, Trial, paused
 from tests.chaos.runs import Run
 from tests.helpers.job import Job
@@ -27,6 +28,8 @@ from txl_dist.artifacts import checkpoint_folder
 
 WORDS = ("--eval.every_steps", "6")
 MOMENTS = {"training": "slow:*:9:step", "evaluation": "slow:0:12:evaluate", "save": "slow:0:12:save-file"}
+IN_RECOVERY = "kill:1:9,slow:0:2:leave@2"
+"""A pause while ranks regroup, of a launcher whose ranks have recovery."""
 """Pauses in which the request comes."""
 COMMIT_LIMIT_S = 10.0
 ORPHAN_LIMIT_S = 5.0
@@ -138,9 +141,10 @@ LAUNCHERS: dict[str, Callable[[subprocess.Popen[str]], list[psutil.Process]]] = 
 def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) -> Case:
     """A signal to a launcher; the ranks are real ones, started through it."""
     name = f"signals: {signal.Signals(number).name} to {kind}, in {moment}"
-    case, run = lab.case(name, fault=MOMENTS[moment]), lab.new_run(name)
+    case, run = lab.case(name, fault=MOMENTS.get(moment, IN_RECOVERY)), lab.new_run(name)
     run.log.touch()
-    words = (str(lab.config), "--run.dir", str(run.dir), *WORDS)
+    settings = WORDS if moment in MOMENTS else (*WORDS, *ON)
+    words = (str(lab.config), "--run.dir", str(run.dir), *settings)
     with mock.patch.dict(os.environ, {"TXL_FAILPOINTS": case.fault}):
         process = _start(kind, words, cwd=run.log.parent / f"{run.dir.name}-launcher")
     try:
@@ -166,7 +170,7 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
     if 0 in case.exit_codes[0] and (kind, number) != ("launch.py", signal.SIGKILL):  # DeepSpeed's own launcher does
         case.problems.append("a launcher that was stopped reports success")
     commit_s = _committed_s(run) - asked_s if run.checkpoints else -1.0
-    lab.finish(case, run, *WORDS, "--engine.zero_stage", "1")
+    lab.finish(case, run, *settings, "--engine.zero_stage", "1")
     is_ours = "txl launch" in kind and not (kind == "txl launch" and number == signal.SIGKILL)
     return lab.report(_judged(case, codes=[75] if is_ours else None, commit_s=commit_s))
 

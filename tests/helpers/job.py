@@ -116,9 +116,13 @@ class Job:
                     os.kill(process.pid or 0, number)
         return time.time()
 
+    def lose_node(self, *ranks: int) -> None:
+        """Let the launcher not notice the end of these ranks."""
+        self._lost |= set(ranks)
+
     def kill_node(self, *ranks: int) -> None:
         """End all processes of these ranks at once, as if their node had lost power. The launcher does not notice."""
-        self._lost |= set(ranks)
+        self.lose_node(*ranks)
         doomed = []
         for rank in ranks:
             agent = psutil.Process(self._processes[rank].pid)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import ConfigError, raised_everywhere
+from txl_dist.fault_injection import failpoint
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.checkpoint.partner import find_partner
 from txl_dist.train.checkpoint.slot_copy import PinnedSlotCopy, SlotCopy
@@ -197,7 +198,12 @@ class InJobRecovery(Recovery):
     @override
     def watch_passes(self, model: TransformerXL) -> None:
         if next(model.parameters()).device.type == "cpu":  # on a GPU passes are only queued, or replayed as graphs
-            end_passes_if(lambda: self._member.must_leave, model)
+            end_passes_if(self._must_leave, model)
+
+    def _must_leave(self) -> bool:
+        """Return whether a pass of the model must end. It is asked between two blocks."""
+        failpoint("pass", step=self._member.step)
+        return self._member.must_leave
 
     @override
     def mark_loaded(self) -> None:

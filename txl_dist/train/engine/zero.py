@@ -38,6 +38,7 @@ from txl_dist.distributed.collectives import (
     uses_gpu,
 )
 from txl_dist.errors import TrainingError, raised_everywhere
+from txl_dist.fault_injection import failpoint
 from txl_dist.inference.bundle import copy_weights
 from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
@@ -128,6 +129,7 @@ class ZeroEngine(Engine):
             optimizer=build_optimizer(named_tensors, config.optim, matrices=matrix_names),
             config=deepspeed_config(config.engine, plan=plan, block_len=block_len, on_gpu=on_gpu),
         )
+        failpoint("build", step=0)
         set_timeout(timeout_s=config.engine.start_timeout_s)
         self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from txl_dist.artifacts import LOCK
 from txl_dist.console.logging import note_in_file
@@ -136,6 +137,8 @@ def join_agent() -> Member | None:
         return None
     member = Member(seat)
     end_waits_if(lambda: member.must_leave)
+    # DeepSpeed calls the optimizer for each group of parameters, so between two calls some weights are updated.
+    register_optimizer_step_post_hook(lambda *_: _pass_update(member))
     return member
 
 
@@ -178,6 +181,11 @@ class Member:
         self._thread.start()
         if not is_first_process(seat):
             self._wait_for_plan()
+
+    @property
+    def step(self) -> int:
+        """Training step that the main thread has begun last."""
+        return self._step
 
     @property
     def slots(self) -> list[str]:
@@ -502,6 +510,10 @@ class Member:
                 self._end = message
                 self._is_ended = True
             self._condition.notify_all()
+
+
+def _pass_update(member: Member) -> None:
+    failpoint("updating", step=member.step)
 
 
 def is_first_process(seat: Seat) -> bool:
