@@ -75,7 +75,7 @@ IN_PROGRESS = {
     "save of the best": ("kill:0:10:save-begin", *KEEP_BEST),
 }
 """Work between two steps in which a rank is killed: fault and settings, by name."""
-THREE_IN_ROW = f"kill:1:{STRUCK_AT},kill:0:{STRUCK_AT}:step@2,kill:1:3:loaded@3"
+THREE_IN_ROW = f"kill:1:{STRUCK_AT}:decided,kill:0:{STRUCK_AT}:step@2,kill:1:3:loaded@3"
 FOUR_IN_ROW = f"{THREE_IN_ROW},kill:0:4:meet@4"
 """Losses of different ranks at different points, without a finished step between them."""
 FIRST_STEP = ("build", "step", "pass#3", "updating", "half-stored")
@@ -413,7 +413,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
             for rank in (0, 1):
                 yield partial(replaced, lab, f"kill:1:{STRUCK_AT},kill:{rank}:2:{point}@2", stage=stage)
         for point in FIRST_STEP:
-            fault = f"kill:1:{STRUCK_AT},kill:0:{0 if point == 'build' else STRUCK_AT}:{point}@2"
+            fault = f"kill:1:{STRUCK_AT}:decided,kill:0:{0 if point == 'build' else STRUCK_AT}:{point}@2"
             yield partial(replaced, lab, fault, stage=stage)
         for point in ("step", "vote", "decided"):
             for victim in (0, 1):

@@ -63,7 +63,7 @@ def in_collective(lab: Lab, point: str, *, stage: int = 1, victim: int = 1) -> C
     """A rank dies inside a collective, while another one has stopped at a point of its step and has not entered it."""
 
     def strike(job: Job, run: Run) -> list[int]:
-        job.wait_for(lambda: status_of(job, victim).step >= STRUCK_AT and status_of(job, victim).is_waiting)
+        job.wait_for(lambda: bool(job.struck) and _waits(job, victim))
         _signal(job, signal.SIGKILL, f"txl-rank-{victim}")
         _signal(job, signal.SIGCONT, f"txl-rank-{1 - victim}")
         return [victim]
@@ -214,6 +214,12 @@ def busy(lab: Lab, *, minutes: float, processes: int = 20) -> Case:
     if case.exit_codes != [[75, 75]]:
         case.problems.append(f"exit codes {case.exit_codes}")
     return lab.report(case)
+
+
+def _waits(job: Job, rank: int) -> bool:
+    """Whether a rank is inside a collective of the step in which another one has stopped, or of the next."""
+    status = status_of(job, rank)
+    return status.step >= STRUCK_AT and status.is_waiting
 
 
 def _signal(job: Job, number: int, name: str) -> None:
