@@ -131,7 +131,7 @@ class Agent:
         """Time at which the connection of the rank ended."""
         self._is_leaving = False
         self._failed_code = 0
-        """Exit code with which the rank has failed by itself, or 0."""
+        """Exit code with which the rank has failed by itself or with the job, or 0."""
         self._is_idle = False
         self._is_welcome = False
         """Whether a running job has taken this agent in."""
@@ -305,6 +305,8 @@ class Agent:
                 self._end({"kind": "end", "code": HANG, "reason": reason})
         elif kind == "leaving":
             self._is_leaving = True
+            if self._deadline_s is not None and not self._failed_code:
+                self._failed_code = self._end_code  # it leaves because the job has ended
         elif kind == "lock":
             self._lock = message["path"]
             joinable = self._options.spare_nodes > 0 or self._options.on_loss == "wait"

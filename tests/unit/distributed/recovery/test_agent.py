@@ -110,7 +110,8 @@ while True:
             link.send({"kind": "stepped", "generation": generation, "step": 1000})
         elif message["kind"] == "end" and "UNKILLABLE" not in os.environ:
             note(f"ended {message['reason'] or 'without'}")
-            os._exit(76)
+            link.send({"kind": "leaving"})
+            os._exit(message["code"])
 """
 
 
@@ -399,6 +400,13 @@ def test_a_replacement_that_ends_after_its_spare_has_ended_well(agents: Agents) 
     os.kill(agents.wait_for("began", rank="spares"), signal.SIGKILL)  # the parent, which alone learns the exit code
     (agents.folder / "leave1").touch()
     assert agents.agents[1].wait(30) == 0
+
+
+def test_a_replacement_whose_job_and_spare_have_ended_did_not_end_well(agents: Agents) -> None:
+    os.kill(agents.wait_for("began", rank=1), signal.SIGKILL)
+    agents.wait_for("met 2", rank=1)
+    agents.agents[0].kill()
+    assert agents.agents[1].wait(30) == HANG
 
 
 def test_a_rank_that_dies_before_the_job_is_complete_is_not_replaced(tmp_path: Path) -> None:
