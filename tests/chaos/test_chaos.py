@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.arithmetic import not_finite, rewind, too_many
+from tests.chaos.arithmetic import SPIKES, SPIKY, not_finite, rewind, too_many
 from tests.chaos.disks import can_mount, failing_write, full_disk, last_save, removed
 from tests.chaos.elastic import journey
 from tests.chaos.goodput import goodput
@@ -17,9 +18,12 @@ from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
 from tests.chaos.recovery import (
+    FOUR_IN_ROW,
     IN_PROGRESS,
     KINDS_OF_RUNS,
     PARTNER,
+    REWINDS,
+    THREE_IN_ROW,
     damaged,
     ended,
     failed,
@@ -34,6 +38,16 @@ from tests.chaos.recovery import (
 from tests.chaos.report import tables
 from tests.chaos.saves import crash_in_save, damaged_folder, verifier
 from tests.chaos.stops import launcher, request
+from tests.chaos.strikes import (
+    NO_SPARE,
+    REQUESTS,
+    agent_lost,
+    asked_to_stop,
+    in_collective,
+    node_paused,
+    spare_struck,
+    thawed,
+)
 from tests.helpers.launch import start_training
 
 pytestmark = [pytest.mark.chaos, pytest.mark.dist, pytest.mark.slow]
@@ -143,10 +157,43 @@ def test_a_full_disk_is_survived(lab: Lab) -> None:
         pytest.param("kill:1:10:step,kill:0:2:meet@2", 1, 2, marks=pytest.mark.nightly),
         pytest.param("kill:3:10:half-stored", 3, 4, marks=pytest.mark.nightly),
         pytest.param("stop:1:10:step", 1, 2, marks=pytest.mark.nightly),
+        pytest.param("kill:1:10:pass#3", 3, 2, marks=pytest.mark.nightly),
+        pytest.param("kill:0:10:updating", 1, 2, marks=pytest.mark.nightly),
+        pytest.param("kill:1:10:decided,kill:0:0:build@2", 3, 2, marks=pytest.mark.nightly),
+        pytest.param("kill:1:10:decided,kill:0:10:step@2", 1, 2, marks=pytest.mark.nightly),
+        pytest.param("kill:1:10:step,stop:0:2:leave@2", 1, 2, marks=pytest.mark.nightly),
+        pytest.param(THREE_IN_ROW, 1, 2, marks=pytest.mark.nightly),
     ],
 )
 def test_a_lost_rank_is_replaced_and_changes_no_bit(lab: Lab, fault: str, stage: int, ranks: int) -> None:
     assert_passed(replaced(lab, fault, stage=stage, ranks=ranks))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("when", REWINDS)
+def test_a_rank_lost_around_a_rewind_changes_no_bit(lab: Lab, when: str) -> None:
+    assert_passed(replaced(lab, *REWINDS[when], *SPIKY, both=SPIKES))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("point", "stage"), [("step", 3), ("decided", 1)])
+def test_a_rank_killed_inside_a_collective_changes_no_bit(lab: Lab, point: str, stage: int) -> None:
+    assert_passed(in_collective(lab, point, stage=stage))
+
+
+@pytest.mark.nightly
+def test_a_lost_spare_is_replaced_and_replaces_the_rank(lab: Lab) -> None:
+    assert_passed(spare_struck(lab, signal.SIGKILL))
+
+
+@pytest.mark.nightly
+def test_a_rank_frozen_about_as_long_as_recovery_waits_changes_no_bit(lab: Lab) -> None:
+    assert_passed(thawed(lab))
+
+
+@pytest.mark.nightly
+def test_a_node_that_continues_after_its_rank_was_given_away_changes_no_bit(lab: Lab) -> None:
+    assert_passed(node_paused(lab))
 
 
 @pytest.mark.nightly
@@ -203,6 +250,14 @@ def test_a_loss_that_comes_again_ends_the_job_with_its_reason(lab: Lab) -> None:
     assert_passed(ended(lab, "kill:1:10:step@*", reason="The same happened before at this step"))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(NO_SPARE, "the spares there have failed"), (FOUR_IN_ROW, "(recover.max_in_row=3)")]
+)
+def test_a_job_that_cannot_go_on_ends_with_its_reason(lab: Lab, fault: str, reason: str) -> None:
+    assert_passed(ended(lab, fault, reason=reason))
+
+
 def test_an_error_of_a_rank_itself_ends_the_job_on_all_ranks_as_that_error(lab: Lab) -> None:
     assert_passed(failed(lab))
 
@@ -236,6 +291,25 @@ def test_under_a_real_launcher_a_killed_rank_is_replaced_bit_for_bit(lab: Lab, p
 @pytest.mark.nightly
 def test_a_request_to_stop_is_heard_while_the_job_recovers(lab: Lab) -> None:
     assert_passed(stopped(lab, to_launcher=False))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("how", REQUESTS)
+def test_each_request_to_stop_is_heard_while_the_job_recovers(lab: Lab, how: str, waits: bool) -> None:
+    assert_passed(asked_to_stop(lab, how, waits=waits))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_end_of_an_agent_while_the_job_recovers_ends_the_job(lab: Lab, rank: int) -> None:
+    assert_passed(agent_lost(lab, rank))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_launcher_while_the_job_recovers_loses_nothing(lab: Lab, number: int) -> None:
+    assert_passed(launcher(lab, kind="txl launch", moment="recovery", number=number))
 
 
 @pytest.mark.nightly

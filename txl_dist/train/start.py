@@ -161,6 +161,7 @@ def _pretrain_with_recovery(
         stops = PreemptionRequests(first_pid=member.agent_pid)
         process_stack.callback(stops.close)
         while True:
+            member.limit(config.engine.start_timeout_s)  # first: a replacement may freeze while it waits for the others
             member.leave(stops, stop_file=run_dir / STOP, max_time_s=max_time_s)
             # Ranks are numbered again if the job continues with fewer.
             traced = StepProfile(profile if get_rank() == 0 else range(0), folder=run_dir / PROFILE)
@@ -174,7 +175,6 @@ def _pretrain_with_recovery(
                         )
                     )
                 start_logging(rank=ranks.rank)
-                member.limit(config.engine.start_timeout_s)
                 if member.generation == 1:
                     member.share_coordinator()
                 if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):

@@ -82,3 +82,26 @@ def test_only_an_error_of_the_rank_itself_is_noted_as_the_end_of_the_run(
             config, member, cast("Callbacks", None), resume="auto", max_time_s=0.0, profile=range(0)
         )
     assert notes == ["the run ends: train.max_steps=0 must be positive"]
+
+
+def test_a_rank_that_waits_for_the_others_of_a_generation_can_count_as_frozen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a limit on its status page a rank counts as one that has not started."""
+    calls: list[str] = []
+
+    def leave(*_: object, **__: object) -> None:
+        calls.append("leave")
+        raise LostRankError("the job ends")
+
+    monkeypatch.setattr(Member, "leave", leave)
+    monkeypatch.setattr(Member, "limit", lambda self, limit_s: calls.append(f"limit {limit_s:g}"))
+    monkeypatch.setattr(Member, "close", lambda self: None)
+    member: Any = object.__new__(Member)
+    member._seat = Seat("", 0, 0, [], [], {})
+    config = tiny_config(run={"dir": str(tmp_path)}, engine={"start_timeout_s": 90})
+    with pytest.raises(LostRankError):
+        start._pretrain_with_recovery(
+            config, member, cast("Callbacks", None), resume="auto", max_time_s=0.0, profile=range(0)
+        )
+    assert calls == ["limit 90", "leave"]
