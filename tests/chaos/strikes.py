@@ -108,7 +108,7 @@ def thawed(lab: Lab, *, stage: int = 1, times: int = 8) -> Case:
 def node_paused(lab: Lab, *, stage: int = 1) -> Case:
     """A node stops, and a spare node takes its rank. When the node continues, its processes end and write nothing."""
     words = (*ON, "--recover.copies", "partner", "--recover.spare_nodes", "1", "--recover.silent_s", "2")
-    words = (*words, "--engine.zero_stage", str(stage), "--train.max_steps", "600")
+    words = (*words, "--engine.zero_stage", str(stage), "--train.max_steps", "300")
     case, run = lab.case("recovery: paused node", stage=stage, fault="node 1 of 3"), lab.new_run("paused")
     with lab.start(run, *words, ranks=3, nodes=3) as job:
         job.wait_for(lambda: run.highest_step >= STRUCK_AT and "has joined the job" in job.text)

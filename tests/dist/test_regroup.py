@@ -34,6 +34,7 @@ from txl_dist.distributed.collectives import (
     broadcast_object,
     distributed_context,
     gather_objects,
+    is_waiting,
 )
 from txl_dist.distributed.socket_cut import SocketCut
 from txl_dist.errors import ConfigError
@@ -243,6 +244,26 @@ def test_a_late_rank_is_waited_for_and_a_lost_one_is_not(tmp_path: Path) -> None
     assert second == [2.0, 2.0, 4.0, 1.0]
     assert len(first) == 6
     assert all("was lost" in error for error in first[4:])
+
+
+def handle_worker(ranks: RankInfo) -> bool:
+    """Whether rank 0 counts as waiting while it waits for the handle of a sum, for which it has no other frame."""
+    end_waits_if(lambda: False)
+    values, main = torch.ones(2), threading.get_ident()
+    seen = []
+    if ranks.is_rank0:
+        looking = threading.Timer(0.5, lambda: seen.append(is_waiting(main)))
+        looking.start()
+        torch_dist.all_reduce(values, async_op=True).wait()
+        looking.join()
+    else:
+        time.sleep(1.5)
+        torch_dist.all_reduce(values, async_op=True).wait()
+    return bool(seen and seen[0])
+
+
+def test_a_rank_that_waits_for_the_handle_of_a_collective_counts_as_waiting(tmp_path: Path) -> None:
+    assert run_ranks(handle_worker, world_size=2, folder=tmp_path)[0]
 
 
 class StoreWithLostRank(Store):

@@ -47,7 +47,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from typing_extensions import override
 
-from txl_dist.distributed.collectives import uses_gpu
+from txl_dist.distributed.collectives import uses_gpu, waiting
 from txl_dist.distributed.socket_cut import SocketCut
 from txl_dist.errors import ConfigError
 
@@ -217,10 +217,15 @@ def end_waits_if(must_leave: Callable[[], bool]) -> None:
                     raise ConnectionError(_LEFT_BEHIND) from None
         return bool(wait(work))
 
-    def make_group_or_leave(*words: Any, **named: Any) -> None:
-        _run_or_leave(lambda: make_group(*words, **named), must_leave)
+    def wait_marked(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+        with waiting():  # DeepSpeed also waits for handles outside the modules that count as collectives
+            return wait_or_leave(work, timeout)
 
-    work_type.wait = wait_or_leave
+    def make_group_or_leave(*words: Any, **named: Any) -> None:
+        with waiting():
+            _run_or_leave(lambda: make_group(*words, **named), must_leave)
+
+    work_type.wait = wait_marked
     group_type.__init__ = make_group_or_leave
 
 
