@@ -100,7 +100,8 @@ def find_hung(statuses: Mapping[int, Status], *, met_for_s: float) -> dict[int, 
 
     Time before the ranks of this generation met, `met_for_s` ago, does not count: a rank has then waited for others.
     If all of them say that they wait, those are named whose last heartbeat is older than half of their limit. They may
-    have stopped since. A rank that lacks a processor can look like that too, so ranks that do not wait come first.
+    have stopped since. A rank that lacks a processor can look like that too, so ranks that do not wait come first. If
+    there are none, ranks at any step are named that do not wait: a replacement is at step 0 until its first step.
     """
     idle = {number: min(status.idle_s, met_for_s) for number, status in statuses.items()}
     if not any(idle[number] > status.limit_s for number, status in statuses.items()):
@@ -108,7 +109,8 @@ def find_hung(statuses: Mapping[int, Status], *, met_for_s: float) -> dict[int, 
     stuck = {number: status for number, status in statuses.items() if idle[number] > status.limit_s / 2}
     named = ranks_waited_for(stuck)
     if all(stuck[number].is_waiting for number in named):
-        named = [number for number in named if stuck[number].silent_s > stuck[number].limit_s / 2] or named
+        silent = [number for number in named if stuck[number].silent_s > stuck[number].limit_s / 2]
+        named = silent or [number for number in stuck if not stuck[number].is_waiting] or named
     return {number: f"hung: no progress for {idle[number]:.0f} s" for number in named}
 
 

@@ -151,6 +151,15 @@ def test_of_ranks_without_progress_the_one_that_the_others_wait_for_is_killed() 
     assert job.kinds() == []
 
 
+def test_a_survivor_that_hangs_in_a_recovery_is_killed_and_not_the_replacement_that_waits_for_it() -> None:
+    """A replacement is at step 0 until it begins its first step."""
+    job = Job("aa")
+    job.status(0, idle_s=LIMIT_S + 1, waits=False, step=10)
+    job.status(1, idle_s=LIMIT_S + 1, waits=True, step=0)
+    job.coordinator.tick(job.now_s)
+    assert job.kinds() == [(0, "kill")]
+
+
 def test_a_rank_that_holds_the_interpreter_since_its_last_collective_is_killed_and_not_those_that_wait() -> None:
     """Its last heartbeat said that it waits. Its limit ends before the silence limit."""
     job = Job("aa", silent_s=3 * LIMIT_S)
