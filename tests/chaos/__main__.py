@@ -1,4 +1,4 @@
-"""python -m tests.chaos GROUP... [--out chaos.jsonl] [--seed N] [--minutes M]   |   python -m tests.chaos table FILE
+"""python -m tests.chaos GROUP... [--out chaos.jsonl] [--only TEXT] [--seed N]   |   python -m tests.chaos table FILE
 
 Groups: sweep flips elastic signals hangs disk nan spikes lock pickles recovery endurance goodput, or all.
 One JSON line per case.
@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("groups", nargs="+", metavar="GROUP", help=f"{' '.join(GROUPS)} goodput all; or: table FILE")
     parser.add_argument("--out", type=Path, help="one JSON line per case is added to this file")
     parser.add_argument("--seed", type=int, default=1, help="of the corpus, the flipped bits and the schedule")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name and arguments contain this text")
     parser.add_argument("--minutes", type=float, default=15.0, help="length of goodput")
     parser.add_argument("--folder", type=Path, help="keep the runs and their logs here, instead of removing them")
     arguments = parser.parse_args()
@@ -62,13 +63,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="txl-chaos-") as folder:
         lab = Lab(arguments.folder or Path(folder), seed=arguments.seed, report=arguments.out)
         for name in names:
-            cases = [lab.attempt(trial) for trial in groups[name](lab)]
+            cases = [lab.attempt(trial) for trial in groups[name](lab) if arguments.only in _described(trial)]
             trials, passed = (
                 sum(case.trials for case in some) for some in (cases, [case for case in cases if not case.problems])
             )
             num_failed += trials - passed
             print(f"{name}: {passed} of {trials}", flush=True)
     return 1 if num_failed else 0
+
+
+def _described(trial: Trial) -> str:
+    """The function of a case and its arguments."""
+    if isinstance(trial, partial):
+        return repr((trial.func.__name__, trial.args[1:], trial.keywords))
+    return repr(trial)
 
 
 if __name__ == "__main__":
