@@ -147,6 +147,7 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
     words = (str(lab.config), "--run.dir", str(run.dir), *settings)
     with mock.patch.dict(os.environ, {"TXL_FAILPOINTS": case.fault}):
         process = _start(kind, words, cwd=run.log.parent / f"{run.dir.name}-launcher")
+    family: list[psutil.Process] = []
     try:
         log = Path(run.log.parent / f"{run.dir.name}-launcher" / "launcher.log")
         wait_for(lambda: "TXL_FAILPOINTS slow" in log.read_text(encoding="utf-8"), process=process)
