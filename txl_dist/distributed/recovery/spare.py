@@ -15,8 +15,9 @@ import os
 import selectors
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from txl_dist.distributed.connection import Connection
 from txl_dist.distributed.processes import name_process
@@ -66,6 +67,7 @@ def serve_replacements() -> None:
         try:
             messages = agent.receive() if is_readable else []
         except (OSError, ValueError):
+            _kill_stopped(parents)
             os._exit(0)
         for message in messages:
             if message["kind"] == "fork" and _fork(seat_of(message["seat"]), parents):
@@ -101,6 +103,15 @@ def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     take_seat(seat)
     return True
+
+
+def _kill_stopped(pids: Iterable[int]) -> None:
+    """Kill the replacements that are stopped. They would not notice that their agents have ended."""
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+            if state == "T":
+                os.kill(pid, signal.SIGKILL)
 
 
 def _report_exits(parents: dict[int, Connection]) -> None:

@@ -402,6 +402,17 @@ def test_a_replacement_that_ends_after_its_spare_has_ended_well(agents: Agents) 
     assert agents.agents[1].wait(30) == 0
 
 
+def test_a_stopped_replacement_does_not_outlive_the_agents(agents: Agents) -> None:
+    os.kill(agents.wait_for("began", rank=1), signal.SIGKILL)
+    replacement = process_id(agents.wait_for("met 2", rank=1))
+    os.kill(replacement.pid, signal.SIGSTOP)
+    agents.end()
+    end_s = time.monotonic() + 30
+    while replacement.lives():
+        assert time.monotonic() < end_s, "the stopped process is left"
+        time.sleep(0.02)
+
+
 def test_a_replacement_whose_job_and_spare_have_ended_did_not_end_well(agents: Agents) -> None:
     os.kill(agents.wait_for("began", rank=1), signal.SIGKILL)
     agents.wait_for("met 2", rank=1)
