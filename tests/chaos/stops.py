@@ -173,9 +173,12 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
     commit_s = _committed_s(run) - asked_s if run.checkpoints else -1.0
     lab.finish(case, run, *settings, "--engine.zero_stage", "1")
     is_ours = "txl launch" in kind and not (kind == "txl launch" and number == signal.SIGKILL)
-    if moment not in MOMENTS:
-        commit_s = min(commit_s, 0.0)  # a real spare may still import when it is needed, which has no limit here
-    return lab.report(_judged(case, codes=[75] if is_ours else None, commit_s=commit_s))
+    code = 75
+    if moment not in MOMENTS:  # the spare may still import when it is needed, for which there is no limit here
+        commit_s = min(commit_s, 0.0)
+        if "while it waited for" in log.read_text(encoding="utf-8"):  # too long for the job, so it has saved nothing
+            code, commit_s, case.steps_lost = 76, 0.0, 0
+    return lab.report(_judged(case, codes=[code] if is_ours else None, commit_s=commit_s))
 
 
 def _start(kind: str, words: tuple[str, ...], *, cwd: Path) -> subprocess.Popen[str]:

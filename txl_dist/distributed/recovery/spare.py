@@ -109,8 +109,8 @@ def _kill_stopped(pids: Iterable[int]) -> None:
     """Kill the replacements that are stopped. They would not notice that their agents have ended."""
     for pid in pids:
         with suppress(OSError):  # it has ended
-            state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-            if state == "T":
+            _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+            if fields.split()[0] == b"T":
                 os.kill(pid, signal.SIGKILL)
 
 
