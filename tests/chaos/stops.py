@@ -33,6 +33,8 @@ IN_RECOVERY = "kill:1:9,slow:0:2:leave@2"
 """Pauses in which the request comes."""
 COMMIT_LIMIT_S = 10.0
 ORPHAN_LIMIT_S = 5.0
+ORPHAN_IN_RECOVERY_S = 30.0
+"""Agents wait for each other's ends, and the spare may still import."""
 
 
 def _signal(number: int, rank: int) -> Callable[[Job, Run], float]:
@@ -156,13 +158,12 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
         for one in LAUNCHERS[kind](process):
             one.send_signal(number)
         wait_for(lambda: _has_stopped(run) or not any(map(_lives, family)), timeout_s=60)
-        _, left = psutil.wait_procs(family, timeout=ORPHAN_LIMIT_S)
+        limit_s = ORPHAN_LIMIT_S if moment in MOMENTS else ORPHAN_IN_RECOVERY_S
+        _, left = psutil.wait_procs(family, timeout=limit_s)
         orphans = [one for one in left if _lives(one)]  # not those that only nobody has waited for
         case.exit_codes.append([process.wait(timeout=60)])
         if orphans:
-            case.problems.append(
-                f"still alive after {ORPHAN_LIMIT_S} s: {[' '.join(one.cmdline()) for one in orphans]}"
-            )
+            case.problems.append(f"still alive after {limit_s} s: {[str(one) for one in orphans]}")
     finally:
         if process.poll() is None:
             kill_everything(process)
