@@ -466,6 +466,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         yield partial(node_lost, lab, stage=stage, per_node=1 + stage % 2)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")
     yield partial(ended, lab, "kill:1:11:step@*", *RARELY, reason="The same happened before at this step")
+    yield partial(ended, lab, "kill:1:0:build#2@*", *PHASES, reason="The same happened before at this step")
     for kind in FREEZES:
         limits = () if kind == "stop" else ("--engine.timeout_s", "5", "--engine.start_timeout_s", "15")
         for asynchronous in ("True", "False"):

@@ -28,9 +28,9 @@ from txl_dist.artifacts import checkpoint_folder
 
 WORDS = ("--eval.every_steps", "6")
 MOMENTS = {"training": "slow:*:9:step", "evaluation": "slow:0:12:evaluate", "save": "slow:0:12:save-file"}
+"""Pauses in which the request comes."""
 IN_RECOVERY = "kill:1:9,slow:0:2:leave@2"
 """A pause while ranks regroup, of a launcher whose ranks have recovery."""
-"""Pauses in which the request comes."""
 COMMIT_LIMIT_S = 10.0
 ORPHAN_LIMIT_S = 5.0
 ORPHAN_IN_RECOVERY_S = 30.0

@@ -112,7 +112,7 @@ def nothing(*_: object, **__: object) -> None:
 def test_a_recovery_after_the_last_step_of_a_phase_is_reported_before_the_phase_ends(
     monkeypatch: pytest.MonkeyPatch, max_steps: int, events: list[str]
 ) -> None:
-    """The report says to the coordinator that later losses are not in a row with those before."""
+    """The event belongs to the phase whose last step the recovery has restored."""
     run: Any = object.__new__(TrainingRun)
     for name in ("_is_best_to_keep", "_observe", "_repeat_validation", "_start_callbacks", "_report_clipping"):
         monkeypatch.setattr(TrainingRun, name, nothing)

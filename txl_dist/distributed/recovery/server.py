@@ -4,7 +4,7 @@ Each line that an agent sends carries a random key, which rank 0 shares over the
 
     a foreign program, which has no key       its connection is dropped, without a line
     an agent whose message cannot be used     a line names the agent and the message. The agent stays, because its rank
-                                              works. If the message was about a loss, the coordinator's limits notice it
+                                              works. A loss that the message was about is noticed minutes later
     an agent whose greeting cannot be used    a line. Its connection is dropped, because it has no place in the job
     an agent that sends no lines of JSON      a line. Its connection is dropped, and the agent counts as lost
 """
@@ -121,7 +121,7 @@ class CoordinatorServer:
         except ValueError as error:
             number = self._agents[connection]
             if number >= 0:
-                say(f"agent {number} sends what is no message, so it counts as lost: {in_one_line(error)}")
+                say(f"agent {number} sends lines that are not JSON, so it counts as lost: {in_one_line(error)}")
             self._drop(connection)
             return
         for message in messages:
@@ -160,6 +160,9 @@ class CoordinatorServer:
         if place in self._reported:
             return
         self._reported.add(place)
+        if message.get("kind") == "hello":
+            say(f"agent {number} was refused: {error}")
+            return
         content = {name: value for name, value in message.items() if name != "key"}
         say(f"a message of agent {number} cannot be used: {error}. The message is {content!r:.200}")
 

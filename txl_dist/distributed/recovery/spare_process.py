@@ -11,6 +11,7 @@ requests are given back to the caller, so no rank waits forever for a replacemen
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -24,6 +25,8 @@ ANSWER_S = 10.0
 """Seconds in which a spare must answer."""
 PING_EVERY_S = 10.0
 """Seconds between two questions to an idle spare."""
+END_S = 0.5
+"""Seconds in which a spare ends by itself when its connection ends."""
 ATTEMPTS = 3
 """Number of spares in a row that may fail, before a request for a replacement is given back."""
 
@@ -123,9 +126,19 @@ class SpareProcess:
         return []
 
     def end(self) -> None:
-        """Kill the spare, if there is one."""
-        if self._child is not None:
-            self._child.kill()
+        """End the spare, if there is one.
+
+        When its connection ends, the spare first kills replacements that are stopped.
+        """
+        if self._child is None:
+            return
+        if self._link is not None:
+            with suppress(OSError):  # it is gone
+                self._link.peer.shutdown(socket.SHUT_RDWR)
+            end_s = time.monotonic() + END_S
+            while self._child.poll() is None and time.monotonic() < end_s:
+                time.sleep(0.01)
+        self._child.kill()
 
     def disconnect(self) -> None:
         """Note that the connection of the spare has ended. `look` then starts another spare."""

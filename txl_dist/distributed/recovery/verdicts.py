@@ -99,9 +99,9 @@ def find_hung(statuses: Mapping[int, Status], *, met_for_s: float) -> dict[int, 
     """Return the ranks for which others have waited longer than their limit, each with the reason to kill it.
 
     Time before the ranks of this generation met, `met_for_s` ago, does not count: a rank has then waited for others.
-    If all of them say that they wait, those are named whose last heartbeat is older than half of their limit. They may
-    have stopped since. A rank that lacks a processor can look like that too, so ranks that do not wait come first. If
-    there are none, ranks at any step are named that do not wait: a replacement is at step 0 until its first step.
+    Named are ranks at the lowest step that do not wait. If all of those wait, the ones with an old heartbeat are named,
+    because they may have stopped since. If there is none either, ranks at higher steps that do not wait are named,
+    because a replacement is at step 0 until its first step.
     """
     idle = {number: min(status.idle_s, met_for_s) for number, status in statuses.items()}
     if not any(idle[number] > status.limit_s for number, status in statuses.items()):

@@ -159,8 +159,10 @@ def _forget_modules() -> None:
 
     A run without recovery comes here too. With a version that lacks these names it only needs more memory.
     """
-    with suppress(ImportError, AttributeError):
+    missing = (ImportError, AttributeError, IndexError, TypeError)
+    with suppress(*missing):
         _attribute(*_MODULE_STACK).clear()
+    with suppress(*missing):
         _attribute(*_MODULE_CACHE)[0].cell_contents.cache_clear()  # in a decorator of DeepSpeed
 
 
@@ -222,8 +224,7 @@ def end_waits_if(must_leave: Callable[[], bool]) -> None:
             return wait_or_leave(work, timeout)
 
     def make_group_or_leave(*words: Any, **named: Any) -> None:
-        with waiting():
-            _run_or_leave(lambda: make_group(*words, **named), must_leave)
+        _run_or_leave(lambda: make_group(*words, **named), must_leave)
 
     work_type.wait = wait_marked
     group_type.__init__ = make_group_or_leave
@@ -288,8 +289,11 @@ class NcclCut(SocketCut):
 
 
 def device_works() -> bool:
-    """Return whether the GPU of this process still works after an abort. On a CPU it always does."""
-    if not uses_gpu():
+    """Return whether the GPU of this process still works after an abort. On a CPU it always does.
+
+    A new process has not used its GPU yet, and must not begin here: its device is chosen later.
+    """
+    if not uses_gpu() or not torch.cuda.is_initialized():
         return True
     try:
         torch.cuda.synchronize()

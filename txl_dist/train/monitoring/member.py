@@ -397,7 +397,8 @@ class Member:
         """
         if step > max(continued_from + 1, self._repeat_until):
             return None
-        self._tell({"kind": "stepped", "generation": self.generation, "step": step})
+        if step > continued_from:  # a phase may end again without a step
+            self._tell({"kind": "stepped", "generation": self.generation, "step": step})
         plan = self.recovered
         self.recovered = None
         if plan is None:

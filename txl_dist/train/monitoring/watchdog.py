@@ -67,6 +67,8 @@ own."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
 """Modules whose functions are collectives or wait for collectives. Other code that waits for ranks marks its wait with
 `waiting`."""
+_HANDLES = "deepspeed.runtime.zero."
+"""Begin of the names of DeepSpeed's modules whose methods `wait` wait for a collective that is in progress."""
 _NETWORK = re.compile(r"gloo|nccl|connection|socket|broken pipe|timed out|process group", re.IGNORECASE)
 """Words in messages of errors that the loss of another rank may have caused."""
 STDERR = 2
@@ -376,10 +378,12 @@ def _line(frame: FrameType | None) -> str:
 def is_in_collective(frame: FrameType | None) -> bool:
     """Return whether a thread runs a collective or waits for a collective.
 
-    A collective that DeepSpeed calls within a pass counts too.
+    A collective that DeepSpeed calls within a pass counts too, and its waits for handles of earlier ones (ZeRO-3).
     """
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(COLLECTIVES):
+        module = frame.f_globals.get("__name__", "")
+        is_wait_for_handle = frame.f_code.co_name == "wait" and module.startswith(_HANDLES)
+        if is_wait_for_handle or module.startswith(COLLECTIVES):
             return True
         frame = frame.f_back
     return False

@@ -413,7 +413,7 @@ def test_a_stopped_replacement_does_not_outlive_the_agents(agents: Agents) -> No
         time.sleep(0.02)
 
 
-def test_a_replacement_whose_job_and_spare_have_ended_did_not_end_well(agents: Agents) -> None:
+def test_a_replacement_whose_job_and_spare_have_ended_reports_exit_code_76(agents: Agents) -> None:
     os.kill(agents.wait_for("began", rank=1), signal.SIGKILL)
     agents.wait_for("met 2", rank=1)
     agents.agents[0].kill()

@@ -125,6 +125,15 @@ def test_a_spare_whose_connection_ends_is_restarted(node: Node) -> None:
     assert node.children[0].code == -9
 
 
+def test_a_spare_learns_that_its_agent_ends_before_it_is_killed(node: Node) -> None:
+    node.spare.ensure(0.0)
+    child = node.connect(1.0)
+    node.spare.end()
+    with pytest.raises(OSError):
+        child.received()
+    assert child.code == -9
+
+
 def test_requests_are_given_back_after_too_many_failures_in_a_row(
     node: Node, capsys: pytest.CaptureFixture[str]
 ) -> None:

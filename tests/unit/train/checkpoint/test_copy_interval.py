@@ -51,6 +51,16 @@ def test_the_first_step_after_a_rewind_is_copied_because_the_copies_are_of_steps
     assert stored_steps(tmp_path, [7, 8, 9, 10, 6, 7, 8], copy_every=4) == [8, 6, 8]
 
 
+def test_the_state_with_which_a_phase_begins_is_copied_after_any_step(tmp_path: Path) -> None:
+    recovery = recovery_in(tmp_path, copy_every=4)
+    stored: list[int] = []
+    recovery._slots.store = lambda state, *_, **__: stored.append(state.step)  # type: ignore[method-assign]
+    recovery.store(cast("Any", SimpleNamespace(step=6)), cast("Any", None), {}, begins_phase=True)
+    recovery.store(cast("Any", SimpleNamespace(step=7)), cast("Any", None), {})
+    recovery.close()
+    assert stored == [6]
+
+
 @pytest.mark.parametrize("generation", [1, 2])
 def test_a_job_that_has_made_a_step_is_not_refused_because_its_own_slots_fill_the_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, generation: int

@@ -86,6 +86,8 @@ def test_a_device_that_does_not_work_after_an_abort_is_noticed(monkeypatch: pyte
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert device_works()  # a replacement has not begun to use its device
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not device_works()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert device_works()

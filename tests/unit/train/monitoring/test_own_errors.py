@@ -1,5 +1,6 @@
 """An error of a rank itself is told from an error that the loss of another rank may have caused."""
 
+import sys
 import types
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,12 +12,13 @@ import torch.distributed as torch_dist
 
 from tests.helpers.tiny import tiny_config
 from txl_dist.distributed.recovery.seat import Seat
+from txl_dist.distributed.recovery.verdicts import Loss
 from txl_dist.errors import ConfigError, LostRankError
 from txl_dist.train import start
 from txl_dist.train.callbacks import Callbacks
 from txl_dist.train.monitoring import member as member_module
 from txl_dist.train.monitoring.member import Member
-from txl_dist.train.monitoring.watchdog import may_come_from_loss
+from txl_dist.train.monitoring.watchdog import is_in_collective, may_come_from_loss
 
 
 def raised_in(module: str, error: Exception) -> Exception:
@@ -26,6 +28,35 @@ def raised_in(module: str, error: Exception) -> Exception:
     with pytest.raises(type(error)) as caught:
         place.collective(error)
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "is_waiting"),
+    [
+        ("torch.distributed.distributed_c10d", "all_reduce", True),
+        ("deepspeed.runtime.zero.partition_parameters", "wait", True),
+        ("deepspeed.runtime.zero.partition_parameters", "partition", False),
+        ("txl_dist.train.loop", "wait", False),
+    ],
+)
+def test_a_rank_is_in_a_collective_if_it_waits_for_a_handle_of_deepspeed(
+    module: str, function: str, is_waiting: bool
+) -> None:
+    place = types.ModuleType(module)
+    exec(f"def {function}(inner):\n    return inner()", place.__dict__)
+    assert getattr(place, function)(lambda: is_in_collective(sys._getframe())) is is_waiting
+
+
+def test_a_phase_that_ends_again_without_a_step_does_not_end_a_row_of_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(Member, "_tell", lambda self, message: told.append(message))
+    member: Any = object.__new__(Member)
+    member.generation, member._repeat_until, member._met_s = 2, 12, 0.0
+    for step in (12, 13):
+        loss = Loss(rank=1, host="a", pid=10, cause="SIGKILL", step=12, phase="start", notice_s=0.1)
+        member.recovered = {"losses": [loss], "world_size": 2, "reached": 12, "began_s": 0.0}
+        assert member.mark_step(step, continued_from=12) is not None
+    assert [message["step"] for message in told] == [13]
 
 
 def test_errors_of_collectives_and_networks_may_come_from_a_loss() -> None:
