@@ -25,7 +25,7 @@ from tools.experiments.trainings import run_txl
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import TxlError
 
-RECIPES = ("modern_quickstart", "quickstart", "stdlib_cpu", "xlnet_cpu")
+RECIPES = ("modern_quickstart", "quickstart", "stdlib_cpu")
 """Recipes in `configs/` that can be measured, all on the same corpus. The quick start trains the first one."""
 PRECISIONS = ("fp32", "bf16")
 RECORDS = NOTEBOOK / "quickstart.csv"

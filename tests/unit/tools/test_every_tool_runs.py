@@ -76,6 +76,7 @@ SMOKE: dict[str, list[str]] = {
     "experiments/paper/t8": ["--size", "paper"],
     "experiments/paper/t9": ["--size", "paper"],
     "experiments/parity": ["--table"],
+    "experiments/precisions": ["--table"],
     "experiments/prediction": ["--table"],
     "experiments/quickstart": ["--table"],
     "experiments/recipes": ["--table"],
