@@ -43,7 +43,7 @@ def process_named(job: Job, name: str) -> psutil.Process | None:
     """The process of a job with this name, for instance txl-rank-1 or txl-spare."""
     for process in processes_of(job):
         with suppress(OSError):
-            if Path(f"/proc/{process.pid}/comm").read_text(encoding="ascii").strip() == name:
+            if _name_of(process) == name:
                 return process
     return None
 
@@ -78,8 +78,12 @@ def names_of(job: Job) -> list[str]:
     for agent in job.pids:
         with suppress(psutil.Error, OSError):
             for process in psutil.Process(agent).children(recursive=True):
-                names.append(Path(f"/proc/{process.pid}/comm").read_text(encoding="ascii").strip())
+                names.append(_name_of(process))
     return sorted(names)
+
+
+def _name_of(process: psutil.Process) -> str:
+    return Path(f"/proc/{process.pid}/comm").read_text(encoding="ascii").strip()
 
 
 def children_of(pid: int) -> set[int]:

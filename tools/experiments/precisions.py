@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.benchmarks.measuring import announced, positive
+from tools.experiments.quickstart import PRECISIONS, train_seed
 from tools.experiments.recording import NOTEBOOK, ROOT, Rows, commit, cpu, markdown, put_table, spread, today
 from tools.experiments.trainings import run_txl
 from txl_dist.config.load import load_config
@@ -32,18 +33,15 @@ RECIPES = (
     *("mine", "xlnet_cpu", "tinyshakespeare_cpu", "tinyshakespeare_cpu_2h"),
     *("wikitext2_cpu", "books_bpe_cpu", "books_bytes_cpu"),
 )
-PRECISIONS = ("fp32", "bf16")
 RECORDS, PAGE = NOTEBOOK / "precisions.csv", NOTEBOOK / "results.md"
 BEGIN = "<!-- table: python -m tools.experiments.precisions --table -->"
 COLUMNS = ("recipe", "steps", "precision", "seed", "nats", "corpus", "commit", "cpu", "date")
-RANKS = 2
 
 
 def measure(recipe: str, *, steps: int, precision: str, seed: int, corpus: Path, run: Path) -> float:
     """Train and evaluate one run. Return its validation loss in nats per token. Raises CommandError if that fails."""
-    settings = ["--data.path", corpus, "--run.dir", run, "--run.seed", seed, "--engine.precision", precision]
-    settings += ["--train.max_steps", steps, "--eval.every_steps", 0, "--checkpoint.every_steps", 0]
-    run_txl("launch", "--num_accelerators", RANKS, ROOT / f"configs/{recipe}.toml", *settings)
+    settings = ["--train.max_steps", steps, "--eval.every_steps", 0, "--checkpoint.every_steps", 0]
+    train_seed(recipe, precision=precision, seed=seed, corpus=corpus, run=run, settings=settings)
     result = run / "evaluation.json"
     run_txl("evaluate", run, "--num-lanes", 16, "--json", result)
     (score,) = json.loads(result.read_text(encoding="utf-8")).values()

@@ -61,12 +61,17 @@ class Record(NamedTuple):
     date: str
 
 
+def train_seed(recipe: str, *, precision: str, seed: int, corpus: Path, run: Path, settings: Sequence[object]) -> None:
+    """Train one seed of a recipe on two ranks, with further settings. Raises CommandError if that fails."""
+    own = ["--data.path", corpus, "--run.dir", run, "--run.seed", seed, "--engine.precision", precision]
+    run_txl("launch", "--num_accelerators", RANKS, ROOT / f"configs/{recipe}.toml", *own, *settings)
+
+
 def measure(recipe: str, *, precision: str, seed: int, corpus: Path, run: Path) -> Record:
     """Train and evaluate one seed of a recipe. Raises CommandError if a command fails."""
     import torch
 
-    settings = ["--data.path", corpus, "--run.dir", run, "--run.seed", seed, "--engine.precision", precision]
-    run_txl("launch", "--num_accelerators", RANKS, ROOT / f"configs/{recipe}.toml", *settings)
+    train_seed(recipe, precision=precision, seed=seed, corpus=corpus, run=run, settings=())
     results = run / "evaluation.json"
     run_txl("evaluate", run, "--without-memory", "--baselines", "--json", results)
     scores = read_scores(results)

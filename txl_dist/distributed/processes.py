@@ -77,6 +77,12 @@ def parent_of(pid: int) -> int:
     return 0
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this host is stopped (SIGSTOP)."""
+    status = _status(pid)
+    return status is not None and status.state == "T"
+
+
 def name_process(name: str) -> None:
     """Set the name of this process, which `ps -o comm` and `pgrep -x` show. It is cut after 15 bytes.
 

@@ -17,10 +17,9 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from txl_dist.distributed.connection import Connection
-from txl_dist.distributed.processes import name_process
+from txl_dist.distributed.processes import is_stopped, name_process
 from txl_dist.distributed.recovery.agent import SIGNALS, connect_to
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, read_seat, seat_of, take_seat
 from txl_dist.fault_injection import failpoint
@@ -108,9 +107,8 @@ def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:
 def _kill_stopped(pids: Iterable[int]) -> None:
     """Kill the replacements that are stopped. They would not notice that their agents have ended."""
     for pid in pids:
-        with suppress(OSError):  # it has ended
-            _, _, fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
-            if fields.split()[0] == b"T":
+        if is_stopped(pid):
+            with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
 
 

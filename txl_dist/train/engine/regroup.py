@@ -220,7 +220,7 @@ def end_waits_if(must_leave: Callable[[], bool]) -> None:
         return bool(wait(work))
 
     def wait_marked(work: Any, timeout: timedelta = timedelta(0)) -> bool:
-        with waiting():  # DeepSpeed also waits for handles outside the modules that count as collectives
+        with waiting():  # DeepSpeed also waits for handles in functions that do not count as collectives
             return wait_or_leave(work, timeout)
 
     def make_group_or_leave(*words: Any, **named: Any) -> None:

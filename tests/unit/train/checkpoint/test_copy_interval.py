@@ -29,13 +29,14 @@ def recovery_in(folder: Path, *, copy_every: int = 1) -> InJobRecovery:
     return InJobRecovery(cast("Any", member), cast("Any", ranks), share=share, copy_every=copy_every, partner_every=1)
 
 
-def stored_steps(folder: Path, steps: list[int], *, copy_every: int) -> list[int]:
-    """Return those of the steps after which the state was copied."""
+def stored_steps(folder: Path, steps: list[int], *, copy_every: int, phase_begins: int = 0) -> list[int]:
+    """Return those of the steps after which the state was copied. A phase begins after step `phase_begins`."""
     recovery = recovery_in(folder, copy_every=copy_every)
     stored: list[int] = []
     recovery._slots.store = lambda state, *_, **__: stored.append(state.step)  # type: ignore[method-assign]
     for step in steps:
-        recovery.store(cast("Any", SimpleNamespace(step=step)), cast("Any", None), {})
+        state = cast("Any", SimpleNamespace(step=step))
+        recovery.store(state, cast("Any", None), {}, begins_phase=step == phase_begins)
     recovery.close()
     return stored
 
@@ -52,13 +53,7 @@ def test_the_first_step_after_a_rewind_is_copied_because_the_copies_are_of_steps
 
 
 def test_the_state_with_which_a_phase_begins_is_copied_after_any_step(tmp_path: Path) -> None:
-    recovery = recovery_in(tmp_path, copy_every=4)
-    stored: list[int] = []
-    recovery._slots.store = lambda state, *_, **__: stored.append(state.step)  # type: ignore[method-assign]
-    recovery.store(cast("Any", SimpleNamespace(step=6)), cast("Any", None), {}, begins_phase=True)
-    recovery.store(cast("Any", SimpleNamespace(step=7)), cast("Any", None), {})
-    recovery.close()
-    assert stored == [6]
+    assert stored_steps(tmp_path, [6, 7], copy_every=4, phase_begins=6) == [6]
 
 
 @pytest.mark.parametrize("generation", [1, 2])
