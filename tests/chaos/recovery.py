@@ -35,6 +35,7 @@ from tests.chaos.strikes import (
 from tests.helpers import forked
 from txl_dist.artifacts import list_checkpoints
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint.validate import checkpoint_problems
 from txl_dist.train.monitoring.run_lock import RunLock
@@ -157,7 +158,7 @@ def launched(lab: Lab, program: str, *, stage: int = 1) -> Case:
         "torchrun": [str(folder / "torchrun"), "--nproc_per_node", "2", "-m", "txl_dist", "train"],
     }[program]
     if program != "txl launch":
-        command[1:1] = ["--master_port", str(forked.free_port())]
+        command[1:1] = ["--master_port", str(free_port())]
     ended = subprocess.run(
         [*command, str(lab.config), *words, "--run.dir", str(run.dir)],
         env=forked.environment() | {"TXL_FAILPOINTS": fault},

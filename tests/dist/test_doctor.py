@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers import forked
 from tests.helpers.ranks import run_ranks
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.planning.doctor import fabric
 
 pytestmark = pytest.mark.dist
@@ -59,7 +60,7 @@ def ends(doctors: list[Doctor]) -> list[tuple[int | None, str, str]]:
 
 
 def test_two_nodes_are_reported_once_each_and_what_is_between_them_by_rank_0(tmp_path: Path) -> None:
-    port, folders = forked.free_port(), [tmp_path / "node0", tmp_path / "node1"]
+    port, folders = free_port(), [tmp_path / "node0", tmp_path / "node1"]
     processes = []
     for rank, folder in enumerate(folders):
         folder.mkdir()
@@ -82,7 +83,7 @@ def test_two_nodes_are_reported_once_each_and_what_is_between_them_by_rank_0(tmp
 
 
 def test_who_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    port = forked.free_port()
+    port = free_port()
     processes = [
         start("--timeout-s", "4", rank=rank, world_size=4, local_rank=rank % 2, local_size=2, port=port, cwd=tmp_path)
         for rank in (0, 1, 2)
@@ -98,7 +99,7 @@ def test_who_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) ->
 
 def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
     words = ["--timeout-s", "2"]
-    process = start(*words, rank=1, world_size=2, local_rank=0, local_size=1, port=forked.free_port(), cwd=tmp_path)
+    process = start(*words, rank=1, world_size=2, local_rank=0, local_size=1, port=free_port(), cwd=tmp_path)
     ((code, out, err),) = ends([process])
     assert code == 1
     assert "found no rank 0 at 127.0.0.1" in out
@@ -106,7 +107,7 @@ def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_freezes_after_the_meeting_is_not_waited_for(tmp_path: Path) -> None:
-    port, words = forked.free_port(), ["--timeout-s", "4"]
+    port, words = free_port(), ["--timeout-s", "4"]
     first = start(*words, rank=0, world_size=2, local_rank=0, local_size=1, port=port, cwd=tmp_path)
     frozen = start(
         *words,
@@ -132,7 +133,7 @@ def test_a_rank_that_freezes_after_the_meeting_is_not_waited_for(tmp_path: Path)
 @pytest.mark.slow
 def test_the_deepspeed_launcher_runs_it_and_its_exit_code_tells(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", "--master_port"]
-    command += [str(forked.free_port()), "--module", "txl_dist", "doctor"]
+    command += [str(free_port()), "--module", "txl_dist", "doctor"]
     good = subprocess.run(command, cwd=tmp_path, env=forked.environment(), capture_output=True, text=True, timeout=120)
     assert "2 ranks on 1 node" in good.stdout, good.stdout + good.stderr
     assert good.stdout.count("  versions  ") == 1

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers import forked
 from tests.helpers.bundles import Made, make
+from txl_dist.distributed.rendezvous import free_port
 
 pytestmark = pytest.mark.dist
 
@@ -30,7 +31,7 @@ def scored(made: Made, folder: Path, *words: str, world_size: int) -> dict[str, 
 def rows(made: Made, folder: Path, *words: str, world_size: int) -> dict[str, Any]:
     """By their names."""
     folder.mkdir()
-    port = forked.free_port()
+    port = free_port()
     given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), "--json", "scores.json", *words]
     ranks = [
         forked.start(
@@ -100,7 +101,7 @@ def test_what_one_rank_alone_cannot_read_is_told_by_all(tmp_path: Path) -> None:
     place = content.rindex(last)
     content[place : place + len(last)] = b"\x01" * len(last)
     shard.write_bytes(content)
-    port = forked.free_port()
+    port = free_port()
     given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), "--num-lanes", "2"]
     ranks = [
         forked.start(
@@ -123,7 +124,7 @@ def test_only_rank_0_looks_whether_a_file_can_be_written_and_all_tell_what_it_fi
     tmp_path: Path, command: str, who: int
 ) -> None:
     """Each rank is in a folder of its own, and one of the two has the folder that is named."""
-    made, port = make(tmp_path / "made"), forked.free_port()
+    made, port = make(tmp_path / "made"), free_port()
     given = [command, str(made.bundle), "--data", str(made.corpus.folder), "--json", "results/scores.json"]
     given += ["--step", "9", "--max-context", "18", "--num-tokens", "4"] if command == "recl" else ["--num-lanes", "2"]
     ranks = []
@@ -148,7 +149,7 @@ def test_only_rank_0_looks_whether_a_file_can_be_written_and_all_tell_what_it_fi
 
 
 def test_what_all_ranks_find_wrong_is_told_once(tmp_path: Path) -> None:
-    made, port = make(tmp_path / "made"), forked.free_port()
+    made, port = make(tmp_path / "made"), free_port()
     given = ["evaluate", str(made.bundle), "--data", str(made.corpus.folder), "--protocol", "nvidia"]
     ranks = [
         forked.start(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers import forked
 from tests.helpers.corpora import tiny_corpus
+from txl_dist.distributed.rendezvous import free_port
 
 pytestmark = pytest.mark.dist
 
@@ -23,7 +24,7 @@ def start(corpus: Path, *, rank: int, port: int, cwd: Path) -> ForkServerProcess
 
 
 def test_training_names_the_ranks_that_never_came_and_the_hosts_of_those_that_did(tmp_path: Path) -> None:
-    corpus, port = tiny_corpus(tmp_path).folder, forked.free_port()
+    corpus, port = tiny_corpus(tmp_path).folder, free_port()
     processes = {rank: start(corpus, rank=rank, port=port, cwd=tmp_path) for rank in (0, 2)}
     for rank, process in processes.items():
         process.join(120)
@@ -36,7 +37,7 @@ def test_training_names_the_ranks_that_never_came_and_the_hosts_of_those_that_di
 
 
 def test_training_without_rank_0_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    port = forked.free_port()
+    port = free_port()
     process = start(tiny_corpus(tmp_path).folder, rank=1, port=port, cwd=tmp_path)
     process.join(120)
     errors = (tmp_path / "err-1").read_text(encoding="utf-8")

@@ -25,6 +25,7 @@ from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.seat import NODE
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint.mirror.mirror import open_mirror
 from txl_dist.train.checkpoint.mirror.ownership import claim_id, write_local_id
@@ -85,7 +86,7 @@ def test_a_run_continues_on_an_empty_disk_from_the_mirror_alone(lab: Lab, store:
 
 def start_nodes(folder: Path, lab: Lab, *words: str) -> str:
     """Train on two pretended nodes, each with a run directory of its own. Return the output."""
-    port = forked.free_port()
+    port = free_port()
     log = folder / "log.txt"
     processes = []
     for rank in range(2):

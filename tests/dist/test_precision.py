@@ -16,6 +16,7 @@ from tests.helpers.ranks import run_ranks
 from txl_dist.artifacts import list_checkpoints
 from txl_dist.config.load import load_config
 from txl_dist.distributed.collectives import RankInfo
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.errors import TxlError
 from txl_dist.train.engine import precision
 from txl_dist.train.engine.precision import Bf16Support, ChosenPrecision
@@ -85,7 +86,7 @@ def train(folder: Path, has_bf16: bool, max_steps: int) -> None:
 def test_a_run_stores_its_precision_and_keeps_it_on_another_processor(tmp_path: Path) -> None:
     tiny_corpus(tmp_path)
     for has_bf16, max_steps in ((True, 2), (False, 4)):
-        variables = forked.environment(**forked.place(0, 1, forked.free_port()))
+        variables = forked.environment(**forked.place(0, 1, free_port()))
         process = forked.start(
             train, tmp_path, has_bf16, max_steps, variables=variables, cwd=tmp_path, out=tmp_path / "out.txt"
         )

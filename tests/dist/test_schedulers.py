@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
-from tests.helpers.forked import ENVIRONMENT, free_port
+from tests.helpers.forked import ENVIRONMENT
 from tests.helpers.launch import wait_for
 from tests.unit.test_launch_scripts import SCONTROL, SRUN, executable
+from txl_dist.distributed.rendezvous import free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

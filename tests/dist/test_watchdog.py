@@ -25,6 +25,7 @@ from txl_dist.distributed.collectives import (
     waiting,
 )
 from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.errors import HANG
 from txl_dist.fault_injection import failpoint
 from txl_dist.train.monitoring.heartbeats import Beat
@@ -83,7 +84,7 @@ class Outcome(NamedTuple):
 def outcome_of(
     fault: str, folder: Path, *, world_size: int, limit_s: float = LIMIT_S, num_steps: int = 10**6
 ) -> Outcome:
-    port, ranks = forked.free_port(), []
+    port, ranks = free_port(), []
     for rank in range(world_size):
         variables = forked.environment(**forked.place(rank, world_size, port), TXL_FAILPOINTS=fault)
         err = folder / f"stderr-{rank}"

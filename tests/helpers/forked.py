@@ -12,7 +12,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -52,14 +51,6 @@ def place_on_node(rank: int, world_size: int, port: int | str, *, num_nodes: int
     local_size = world_size // num_nodes
     local = {"LOCAL_RANK": rank % local_size, "LOCAL_SIZE": local_size, "TXL_NODE": f"node{rank // local_size}"}
     return place(rank, world_size, port) | local
-
-
-def free_port() -> int:
-    """Return a port of this machine on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def start(

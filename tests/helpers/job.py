@@ -20,8 +20,8 @@ from typing import NamedTuple
 import psutil
 
 from tests.helpers import forked
-from tests.helpers.forked import free_port
 from tests.helpers.supervised import run_supervised
+from txl_dist.distributed.rendezvous import free_port
 
 GRACE_S = 1.0
 """Seconds from the first failure of a rank to SIGTERM for the other ranks. `launch.py` checks every second."""

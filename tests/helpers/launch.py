@@ -12,6 +12,7 @@ import psutil
 
 from tests.helpers import forked
 from tests.helpers.job import Job
+from txl_dist.distributed.rendezvous import free_port
 
 
 def txl(*words: str, cwd: Path, timeout_s: int = 120) -> subprocess.CompletedProcess[str]:
@@ -45,7 +46,7 @@ def train(*words: str, cwd: Path, ranks: int = 2, timeout_s: int = 300) -> None:
 def start_training(*words: str, cwd: Path, ranks: int = 2) -> subprocess.Popen[str]:
     """Start `deepspeed --num_accelerators RANKS --module txl_dist train WORDS` in a new session."""
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks)]
-    command += ["--master_port", str(forked.free_port()), "--module", "txl_dist", "train", *words]
+    command += ["--master_port", str(free_port()), "--module", "txl_dist", "train", *words]
     log = (cwd / "launcher.log").open("a", encoding="utf-8")
     return subprocess.Popen(
         command,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tests.helpers.forked import free_port
+from txl_dist.distributed.rendezvous import free_port
 
 BUCKET = "bucket"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import forked
+from txl_dist.distributed.rendezvous import free_port
 
 
 def run_ranks(worker: Callable[..., Any], *arguments: Any, world_size: int, folder: Path) -> list[Any]:
@@ -23,7 +24,7 @@ def run_ranks(worker: Callable[..., Any], *arguments: Any, world_size: int, fold
     after a fork.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port, processes = forked.free_port(), []
+    port, processes = free_port(), []
     for rank in range(world_size):
         variables = forked.environment(**forked.place(rank, world_size, port))
         call = (worker, arguments, folder / f"result-{rank}")

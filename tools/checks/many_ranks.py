@@ -39,6 +39,7 @@ import psutil
 from txl_dist.config.load import configure
 from txl_dist.console.formatting import format_table
 from txl_dist.data.prepare.run import prepare_corpus
+from txl_dist.distributed.rendezvous import free_port
 from txl_dist.train.callbacks import Callback, SaveEnd, StepEnd, TrainStart, ValidationEnd
 
 RANKS = (2, 8, 16, 32)
@@ -148,7 +149,7 @@ def start_job(
     """Run a job of so many ranks to its end, or with `kills` until its last rank is killed. Raises SystemExit if a rank
     fails."""
     # Test helpers are imported here, because an installed package has no tests.
-    from tests.helpers.forked import environment, free_port, place, start
+    from tests.helpers.forked import environment, place, start
 
     folder.mkdir()
     port = free_port()

@@ -8,13 +8,16 @@ Every wait has a limit. So if a node does not arrive, the other nodes print a me
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -30,6 +33,10 @@ _PIECE_S = 1.0
 """Longest time in seconds of one wait in torch. A longer wait is divided into several waits, because torch does not
 react to signals while it waits."""
 
+_LOWEST_PORT = 20000
+"""Lowest port that `free_port` returns. Well-known services listen below it."""
+_MAX_PROBES = 100
+"""Number of ports that `free_port` tries before it lets the kernel choose."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 """Seconds between two looks of rank 0 for the other ranks, at the start of its wait and after a few seconds."""
 
@@ -201,7 +208,24 @@ def verdict(here: dict[int, list[str]], missing: Sequence[int], *, timeout_s: in
 
 
 def free_port() -> int:
-    """Return a port of this machine that no process uses now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine that no process uses now, for a store that is created seconds later.
+
+    The port lies below the range from which the kernel takes ports of outgoing connections, so that no connection takes
+    it before the store is created. If that range leaves no room, the kernel chooses the port.
+    """
+    room = range(_LOWEST_PORT, _first_outgoing_port())
+    candidates = random.SystemRandom().sample(room, k=min(_MAX_PROBES, len(room)))
+    for port in [*candidates, 0]:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise ConfigError("this machine has no free TCP port. Close programs that hold connections.")
+
+
+def _first_outgoing_port() -> int:
+    """Return the lowest port that Linux gives to outgoing connections: 32768, if the administrator has not changed it.
+    On other systems the range begins higher."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return 32768
