@@ -179,7 +179,9 @@ def _pretrain_with_recovery(
                     member.share_coordinator()
                 if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):
                     resume = "auto"  # the run has begun, so it continues from its own checkpoints
-                return _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
+                result = _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
+                member.exit_code = result.exit_code
+                return result
 
 
 def _train(

@@ -130,8 +130,8 @@ class Agent:
         self._closed_s: float | None = None
         """Time at which the connection of the rank ended."""
         self._is_leaving = False
-        self._failed_code = 0
-        """Exit code with which the rank has failed by itself or with the job, or 0."""
+        self._announced_code = 0
+        """Exit code with which the rank has said that it will end, or 0."""
         self._is_idle = False
         self._is_welcome = False
         """Whether a running job has taken this agent in."""
@@ -305,8 +305,7 @@ class Agent:
                 self._end({"kind": "end", "code": HANG, "reason": reason})
         elif kind == "leaving":
             self._is_leaving = True
-            if self._deadline_s is not None and not self._failed_code:
-                self._failed_code = self._end_code  # it leaves because the job has ended
+            self._announced_code = int(message["code"])
         elif kind == "lock":
             self._lock = message["path"]
             joinable = self._options.spare_nodes > 0 or self._options.on_loss == "wait"
@@ -316,7 +315,7 @@ class Agent:
             if kind == "stepped" and self._is_first_of_node:
                 self._spare.ensure(now_s)
             if kind == "failed":
-                self._failed_code = int(message["code"])
+                self._announced_code = int(message["code"])
             if kind == "ready":
                 self._forward_again()
             self._tell_coordinator(message)
@@ -561,7 +560,7 @@ class Agent:
             if not is_gone:
                 return None
             # Its parent is gone too. The spare of a node ends with the node's first agent, at the end of a run too.
-            self._exit_status = self._failed_code if self._is_leaving else -signal.SIGKILL
+            self._exit_status = self._announced_code if self._is_leaving else -signal.SIGKILL
         code = self._exit_status
         if self._deadline_s is not None and not self._is_leaving:
             return self._end_code

@@ -351,6 +351,7 @@ class Coordinator:
         if not self._is_complete and number < self._world_size:
             agent.rank = number
             self._is_complete = len(self._ranked) == self._world_size
+            self._met_s = now_s  # a rank that has waited long for the last one has not hung
             return
         agent.is_alive = False
         self._send(number, {"kind": "welcome"})

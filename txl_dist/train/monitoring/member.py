@@ -150,6 +150,8 @@ class Member:
         self.generation = 1
         self.recovered: Message | None = None
         """Plan of the last recovery, until its first step is reported. None without a recovery."""
+        self.exit_code = 1
+        """Exit code with which this process will end. The caller sets it when the run has a result."""
         self._seat = seat
         self._master_address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._main = threading.get_ident()
@@ -250,7 +252,7 @@ class Member:
 
     def close(self) -> None:
         """Announce that this process ends by itself, and that it must not be replaced. Release the lock."""
-        self._tell({"kind": "leaving"})
+        self._tell({"kind": "leaving", "code": self.exit_code})
         if self._lock is not None:
             self._lock.release()
         faulthandler.enable(file=2)
@@ -330,6 +332,7 @@ class Member:
         code, text = 1, repr(error)
         if isinstance(error, TxlError):
             code, text = error.exit_code, str(error)
+        self.exit_code = code
         note_in_file(f"the run ends: {text}")
         self._tell({"kind": "failed", "code": code, "reason": in_one_line(error)[:_MAX_REASON]})
 
@@ -338,7 +341,7 @@ class Member:
         if self._end["reason"]:
             note_in_file(f"the run ends: {self._end['reason']}")
         error = LostRankError("")  # an empty message is not printed: the other rank or the coordinator prints it
-        error.exit_code = int(self._end["code"])
+        error.exit_code = self.exit_code = int(self._end["code"])
         return error
 
     def leave(self, stops: PreemptionRequests, *, stop_file: Path, max_time_s: float) -> None:

@@ -76,8 +76,10 @@ def beat():
             link.send({"kind": "failed", "code": 5, "reason": "ValueError: a poison batch"})
             os._exit(5)
         if os.path.exists(f"{folder}/leave{rank}"):
-            link.send({"kind": "leaving"})
-            os._exit(0)
+            with open(f"{folder}/leave{rank}") as file:
+                code = int(file.read() or 0)
+            link.send({"kind": "leaving", "code": code})
+            os._exit(code)
 
 page.progress(step=int(time.time() * 10) % 1000, phase="step")
 page.set_limit(60.0)
@@ -110,7 +112,7 @@ while True:
             link.send({"kind": "stepped", "generation": generation, "step": 1000})
         elif message["kind"] == "end" and "UNKILLABLE" not in os.environ:
             note(f"ended {message['reason'] or 'without'}")
-            link.send({"kind": "leaving"})
+            link.send({"kind": "leaving", "code": message["code"]})
             os._exit(message["code"])
 """
 
@@ -393,13 +395,14 @@ def test_after_a_pause_of_its_node_a_rank_is_killed_at_once_even_if_it_was_asked
     assert signals == [signal.SIGKILL]
 
 
-def test_a_replacement_that_ends_after_its_spare_has_ended_well(agents: Agents) -> None:
+def test_the_exit_code_that_a_replacement_has_announced_counts_if_its_spare_has_ended(agents: Agents) -> None:
     victim = agents.wait_for("began", rank=1)
     os.kill(victim, signal.SIGKILL)
     agents.wait_for("met 2", rank=1)
     os.kill(agents.wait_for("began", rank="spares"), signal.SIGKILL)  # the parent, which alone learns the exit code
-    (agents.folder / "leave1").touch()
-    assert agents.agents[1].wait(30) == 0
+    (agents.folder / "leave1.tmp").write_text("75", encoding="ascii")
+    (agents.folder / "leave1.tmp").rename(agents.folder / "leave1")
+    assert agents.agents[1].wait(30) == 75
 
 
 def test_a_stopped_replacement_does_not_outlive_the_agents(agents: Agents) -> None:

@@ -36,8 +36,10 @@ class Job:
         on_loss: str = "stop",
         max_ranks: int = 4,
         num_ranks: int = 0,
+        age_s: float = 2 * LIMIT_S,
     ) -> None:
-        """`nodes` has a letter per agent: its node. The first `num_ranks` agents have ranks, or all of them."""
+        """`nodes` has a letter per agent: its node. The first `num_ranks` agents have ranks, or all of them. The ranks
+        have met `age_s` seconds ago."""
         self.now_s = 100.0
         size = num_ranks or len(nodes)
         self.coordinator = Coordinator(
@@ -45,6 +47,8 @@ class Job:
         )
         for number, node in enumerate(nodes):
             self.greet(number, node)
+        self.now_s += age_s
+        self.coordinator.excuse(age_s, self.now_s)
         self.told()
 
     def greet(self, number: int, node: str) -> None:
@@ -197,6 +201,19 @@ def test_a_rank_that_freezes_or_hangs_twice_at_a_step_ends_the_job_however_long_
             job.tell(rank, "ready", generation=2, port=7)
         job.now_s += 2 * LIMIT_S
     assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
+def test_ranks_that_have_waited_long_for_the_first_meeting_do_not_count_as_hung() -> None:
+    job = Job(age_s=0.0)
+    for rank in range(3):
+        job.status(rank, idle_s=10 * LIMIT_S)
+    job.tick(1.0)
+    assert job.kinds() == []
+    job.now_s += LIMIT_S
+    for rank in range(3):
+        job.status(rank, idle_s=11 * LIMIT_S, waits=rank != 1)
+    job.tick()
+    assert job.kinds() == [(1, "kill")]
 
 
 def test_the_same_loss_after_a_finished_step_is_a_new_one() -> None:
