@@ -304,6 +304,7 @@ class TrainingRun:
             interval.continue_from(stored.facts["interval"])
         elif state.step and state.step == context.steps.start:
             self.recovery.store(state, self.engine, interval.sums(), begins_phase=True)
+            self.recovery.wait()  # a loss in the first step must not make the phase before end again
         depth = config.data.prefetch_depth
         step_inputs = read_inputs(
             context.corpora.train,
