@@ -152,6 +152,7 @@ NOT_A_USERS = {
     "launcher/sweep.py": "ours: the end of a run's log",
     "distributed/processes.py": "/proc",
     "serve/listening.py": "/proc",
+    "distributed/rendezvous.py": "/proc",
     "train/footprint/room.py": "/proc and control groups",
     "train/report/metrics.py": "/proc",
     "data/prepare/datasets.py": "text of a corpus of known content",

@@ -58,7 +58,7 @@ def generate(
         load_memory: Start from the memory in this file, which --save-memory wrote. The memory's text is not read again.
         save_memory: Write the model's memory after prompt and text to this file.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
-        precision: Number type of the computation. stored: the type of the bundle's weights (fp32 for a run).
+        precision: Number type of the computation. stored: that of the bundle's weights (fp32 for a run and for int8).
         plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)

@@ -30,7 +30,7 @@ def serve(
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         serving: Settings of the server.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
-        precision: Number type of the computation. stored: the type of the bundle's weights (fp32 for a run).
+        precision: Number type of the computation. stored: that of the bundle's weights (fp32 for a run and for int8).
         plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)

@@ -537,7 +537,7 @@ class EngineSection(Section):
     precision: Annotated[PrecisionSetting, WARNED] = "fp32"
     """Number format of weights and activations in the step. fp16 and tf32 need a GPU. tf32 is fp32 with operands of
     matrix products rounded to 10 mantissa bits (Ampere or later). auto: bf16 if all ranks have a GPU with bf16 or a CPU
-    that is faster in bf16 (AMX, AVX-512 BF16), otherwise fp32. A run keeps its first choice."""
+    that is faster in bf16 (AMX, AVX-512 BF16), otherwise fp32. A run keeps its precision."""
     offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory. This needs ZeRO stage 1, 2 or 3."""
     offload_parameters: Annotated[bool, WARNED] = False

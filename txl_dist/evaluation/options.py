@@ -78,7 +78,7 @@ class Overrides:
     without_memory: bool = False
     """Also score without memory, to show the gain from memory."""
     precision: InferencePrecision = "stored"
-    """Number type of the computation. stored: the type of the bundle's weights (fp32 for a run)."""
+    """Number type of the computation. stored: that of the bundle's weights (fp32 for a run and for int8)."""
     accuracy: bool = False
     """Also report the share of targets that are the most probable token, except with --adapt."""
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
@@ -278,7 +278,7 @@ class ReclSettings:
     num_lanes: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} lanes")] = 50
     """Number of targets scored at once."""
     precision: InferencePrecision = "stored"
-    """Number type of the computation. stored: the type of the bundle's weights (fp32 for a run)."""
+    """Number type of the computation. stored: that of the bundle's weights (fp32 for a run and for int8)."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("0 or more and below 2**63")] = 0
     """Seed of the random choice of targets."""
 

@@ -59,7 +59,7 @@ from txl_dist.inference.kv_cache import FrozenModel
 from txl_dist.inference.options import InferencePrecision
 from txl_dist.io.files import write_output
 from txl_dist.report.figures import Chart, Line, draw_png
-from txl_dist.train.engine.precision import slow_bf16_warning
+from txl_dist.train.engine.precision import warn_of_slow_inference
 
 Losses = npt.NDArray[np.float64]
 
@@ -271,9 +271,7 @@ def _losses(
         run_on_rank0(outputs.check_files)
         require_same(targets)
         for precision in sorted({target.bundle.precision for target in targets}):
-            slow = slow_bf16_warning(precision, ranks.device)
-            if slow:
-                warn_for_all(slow)
+            warn_of_slow_inference(precision, ranks.device)
         own = range(ranks.rank, len(starts), ranks.world_size)
         total = len(targets) * len(own) * sum(contexts)
         losses_NCS = torch.zeros(len(targets), len(contexts), len(starts), dtype=torch.float64)

@@ -39,7 +39,7 @@ from txl_dist.inference.kv_cache import is_out_of_memory
 from txl_dist.inference.options import InferencePrecision
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.engine.precision import slow_bf16_warning
+from txl_dist.train.engine.precision import warn_of_slow_inference
 from txl_dist.train.report.evaluation_loss import Evaluation, ScoredPart, evaluate_stream
 
 Result = dict[str, Any]
@@ -342,13 +342,11 @@ class ModelOpener:
     """Opener of the scored model. It builds the model again only if the next row needs other model settings."""
 
     def __init__(self, target: Target, precision: InferencePrecision, *, device: torch.device) -> None:
-        """Open models of `target` in a precision. Warns if the device is slow in this precision."""
+        """Open models of `target` in a precision. Warns if a rank's device is slow in it. All ranks call this."""
         self._target = target
         self._bundle = target.bundle
         self._default_dtype = target.bundle.dtype if precision == "stored" else precision
-        slow = slow_bf16_warning(self._default_dtype, device)
-        if slow:
-            warn_for_all(slow)
+        warn_of_slow_inference(self._default_dtype, device)
 
     def open(self, section: ModelSection, *, dtype: str = "") -> TransformerXL:
         """Return the model with these settings. Layers cannot change their settings, so other settings need a new

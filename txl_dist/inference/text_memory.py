@@ -106,8 +106,8 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
         raise CheckpointError(f"{called} is not a memory of a text. {_AGAIN}")
     if metadata.get("model") != fingerprint:
         raise CheckpointError(
-            f"{called} belongs to another model, and a memory works only with the model that made it. Use that "
-            f"model if you have it. {_AGAIN}"
+            f"{called} belongs to another model, or to this model in another precision. A memory works only with the "
+            f"model and the precision that made it. Use those if you have them. {_AGAIN}"
         )
     if not _fits(tensors, model) or metadata.get("content") != _digest(tensors):
         raise CheckpointError(f"{called} is damaged: its content differs from what was written. {_AGAIN}")

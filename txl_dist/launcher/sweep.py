@@ -519,6 +519,7 @@ def train_grid(
     else:
         gpus = ()
     problems, was_stopped = run_trials(trials, jobs=jobs, devices=gpus)
+    checked_trials(trials, check=check)  # with engine.precision = "auto" each run has chosen its own
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
     with translate_errors(ConfigError, f"cannot write to {out}", "Choose another --out."):

@@ -15,11 +15,12 @@ from txl_dist.config.schema import paths_of_sets
 from txl_dist.data.loader.stream_state import continued
 from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.model.kernels.attention_launch import runs_triton
-from txl_dist.planning.recovery_cost import SPARE_BYTES, num_versions, version_bytes
+from txl_dist.planning.recovery_cost import SPARE_BYTES
 from txl_dist.planning.text import per_token
 from txl_dist.train.checkpoint.mirror.mirror import mirrored_precision
 from txl_dist.train.engine.precision import bf16_support, choose_precision, needs_support
-from txl_dist.train.footprint.checkpoint import CheckpointSize, checkpoint_size
+from txl_dist.train.footprint.checkpoint import checkpoint_size
+from txl_dist.train.footprint.copies import copies_bytes
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
@@ -92,7 +93,8 @@ def describe_cost(context: RunContext) -> Iterator[str]:
     needed = bytes_per_rank(
         config, plan=context.plan, vocab_size=vocab_size, on_gpu=on_gpu, runs_triton=runs_triton(device)
     )
-    copies = _recovery_copies(config, size, num_ranks=context.plan.world_size)
+    ranks = context.plan.world_size
+    copies = copies_bytes(config, size, ranks=ranks, ranks_per_node=ranks)  # as if all ranks were on one node
     if copies and not on_gpu:
         needed["recovery copies"] = copies
     needed_mib = {name: num_bytes / 2**20 for name, num_bytes in needed.items()}
@@ -111,21 +113,3 @@ def describe_cost(context: RunContext) -> Iterator[str]:
             f"{SPARE_BYTES / 1e6:.0f} MB per node for the spare"
         )
     yield f"checkpoint: {size}"
-
-
-def _recovery_copies(config: Config, size: CheckpointSize, *, num_ranks: int) -> float:
-    """Return the bytes of host memory per rank for copies of the ranks' states, or 0 without recovery.
-
-    At ZeRO stage 0 the result is that for ranks on one node.
-    """
-    recover = config.recover
-    if not recover.spares:
-        return 0.0
-    version = version_bytes(
-        state_bytes=size.weights + size.optimizer,
-        memory_bytes=size.memories,
-        ranks=num_ranks,
-        ranks_per_node=num_ranks,
-        is_sharded=config.engine.zero_stage > 0,
-    )
-    return version * num_versions(has_partner=recover.copies == "partner", partner_every=recover.partner_every)

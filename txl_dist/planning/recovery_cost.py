@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from txl_dist.distributed.recovery.partner import NUM_PARTNER_SLOTS, num_own_slots
+from txl_dist.train.footprint.copies import num_versions, version_bytes
 
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
 """Number of failures per GPU and hour, computed from the unexpected interruptions of Llama 3's pre-training on H100
@@ -80,25 +80,6 @@ class RecoveryCost:
     goodput: PredictedGoodput
     reference: PredictedGoodput
     """Goodput of REFERENCE_GPUS GPUs with the same steps and the same size of versions."""
-
-
-def version_bytes(
-    *, state_bytes: float, memory_bytes: float, ranks: int, ranks_per_node: int, is_sharded: bool
-) -> float:
-    """Return the bytes of one version of a rank's state. The module's docstring has the formula.
-
-    `state_bytes` are the bytes of all weights with their optimizer state, and `memory_bytes` those of all memories.
-    `is_sharded` is false at ZeRO stage 0.
-    """
-    if is_sharded:
-        return (state_bytes + memory_bytes) / ranks
-    return state_bytes / min(ranks, ranks_per_node) + memory_bytes / ranks
-
-
-def num_versions(*, has_partner: bool, partner_every: int) -> int:
-    """Return the number of versions that the agent of a rank holds, those of its partner included."""
-    own = num_own_slots(has_partner=has_partner, partner_every=partner_every)
-    return own + NUM_PARTNER_SLOTS if has_partner else own
 
 
 def recovery_cost(

@@ -149,8 +149,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         )
     if config.engine.precision == "fp16" and device.type == "cpu":
         raise ConfigError(
-            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. Use --engine.precision auto, "
-            "which is bf16 on a CPU with instructions for it, and fp32 on any other CPU."
+            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. Use --engine.precision "
+            "fp32, or bf16 on a CPU with instructions for it (see txl doctor)."
         )
     if config.engine.precision == "tf32" and not _has_tf32(device):
         raise ConfigError(

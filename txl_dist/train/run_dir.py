@@ -154,20 +154,25 @@ def kept_precision(run_dir: Path, *, resume: str = "auto") -> Precision | None:
     A run that ended before its first checkpoint begins again with its precision: the ranks of a recovery ask here too,
     and continue from copies in memory.
 
-    If `resume` is the folder of a checkpoint, its precision is returned. Otherwise the run directory and its newest
-    checkpoint are read. Raises ConfigError if the settings cannot be read.
+    If `resume` is the folder of a checkpoint, its precision is returned. Otherwise the run directory is read, or else
+    its newest undamaged checkpoint. Raises ConfigError if the settings cannot be read.
     """
-    if resume in ("auto", "must", "never"):
-        folders = [run_dir, *reversed(list_checkpoints(run_dir))]
-    else:
-        folders = [Path(resume)]
-    for folder in folders:
-        path = folder / SETTINGS
-        if path.is_file():
-            precision = load_config(path).engine.precision
-            if precision != "auto":
-                return precision
-    return None
+    if resume not in ("auto", "must", "never"):
+        return _precision_in(Path(resume))
+    kept = _precision_in(run_dir)
+    for checkpoint in reversed(list_checkpoints(run_dir)):
+        if kept is not None:
+            break
+        if not problems_of(checkpoint):
+            kept = _precision_in(checkpoint)
+    return kept
+
+
+def _precision_in(folder: Path) -> Precision | None:
+    """Return the precision in the settings of a run or checkpoint, or None if there are no settings or it is "auto"."""
+    path = folder / SETTINGS
+    precision = load_config(path).engine.precision if path.is_file() else "auto"
+    return None if precision == "auto" else precision
 
 
 def open_run_dir(run_dir: Path, settings_toml: str) -> None:

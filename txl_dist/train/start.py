@@ -207,7 +207,8 @@ def _train(
     plan = run_on_all_ranks(lambda: plan_run(config, ranks, precision=precision))
     run_on_rank0(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        run_on_rank0(lambda: _check_fits(plan))
+        makes_copies = member is not None and member.generation == 1
+        run_on_rank0(lambda: _check_fits(plan, makes_copies=makes_copies))
     stack.callback(_remove_if_empty, run_dir)
     lock = run_on_all_ranks(lambda: _lock(run_dir, stack, member) if ranks.is_rank0 else None)
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
@@ -453,8 +454,11 @@ def _describe_plugins(plugins: Iterable[Plugin]) -> str:
     return ", ".join(described) or "none"
 
 
-def _check_fits(plan: RunPlan) -> None:
-    """Check that every phase fits into memory. Raises ConfigError for the first phase that does not fit."""
+def _check_fits(plan: RunPlan, *, makes_copies: bool) -> None:
+    """Check that every phase fits into memory. Raises ConfigError for the first phase that does not fit.
+
+    `makes_copies` says that the copies of recovery are still to be allocated.
+    """
     for context, _ in plan.stages:
         check_fits(
             context.config,
@@ -462,6 +466,7 @@ def _check_fits(plan: RunPlan) -> None:
             num_parameters=plan.num_parameters,
             vocab_size=context.vocab_size,
             device=plan.ranks.device,
+            makes_copies=makes_copies,
         )
 
 

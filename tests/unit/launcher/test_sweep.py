@@ -121,6 +121,22 @@ def test_a_sweep_that_continues_on_another_processor_keeps_the_precision_of_its_
         checked_trials(trials, check=lambda config: None)
 
 
+def test_runs_of_a_new_sweep_that_have_chosen_different_precisions_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_trials(trials: list[Trial], **options: object) -> tuple[dict[Path, str], bool]:
+        for trial, precision in zip(trials, ("bf16", "fp32", "bf16"), strict=True):
+            finish(trial._replace(config=changed(trial.config, {"engine.precision": precision})), loss=3.0)
+        return {}, False
+
+    monkeypatch.setattr(sweep_file, "run_trials", run_trials)
+    base = Config.model_validate({"engine": {"precision": "auto"}})
+    with pytest.raises(ConfigError, match=r"different precisions \(.* in bf16, .* in fp32\)"):
+        sweep_file.train_grid(
+            base, [RATES], num_seeds=1, jobs=1, out=tmp_path, check=lambda config: None, devices=tuple
+        )
+
+
 def test_without_held_out_text_nothing_is_decided(tmp_path: Path) -> None:
     base = Config.model_validate({"data": {"eval_split": ""}})
     with pytest.raises(ConfigError, match=r"data.eval_split must not be empty"):

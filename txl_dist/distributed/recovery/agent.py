@@ -129,6 +129,8 @@ class Agent:
         """Exit code of the rank's process, negative for a signal. None while the process runs."""
         self._closed_s: float | None = None
         """Time at which the connection of the rank ended."""
+        self._has_joined = False
+        """Whether a process of the rank has connected to this agent."""
         self._is_leaving = False
         self._announced_code = 0
         """Exit code with which the rank has said that it will end, or 0."""
@@ -273,6 +275,7 @@ class Agent:
             connection.peer.close()
         elif kind == "rank":
             self._rank_link = connection
+            self._has_joined = True
             self._closed_s = None
             self._begin_by_s = None
             self._pid = int(message["pid"])
@@ -566,6 +569,8 @@ class Agent:
             return self._end_code
         if code >= 0 or self._is_leaving or self._coordinator is None or -code in SIGNALS:
             exit_code = 128 - code if code < 0 else code
+            if not self._is_leaving and not self._announced_code:
+                self._say_end(code)
             self._tell_coordinator({"kind": "left", "code": exit_code})
             return exit_code
         self._exit_status = None
@@ -577,6 +582,16 @@ class Agent:
         self._page.clear()
         self._tell_coordinator(died)
         return None
+
+    def _say_end(self, code: int) -> None:
+        """Print that the rank has ended without a reason of its own, and is not replaced."""
+        rank = self._number if self._plan is None else self._plan["rank"]
+        who = f"rank {rank} on {socket.gethostname()} (pid {self._pid})"
+        if code > 0 and self._has_joined:
+            say(f"{who} has ended itself with exit code {code}, and is not replaced")
+        elif code < 0 and -code not in SIGNALS:
+            name = signal.Signals(-code).name
+            say(f"{who} died of {name} before all ranks had connected to each other, and is not replaced")
 
 
 def _listen_at(address: str) -> socket.socket:

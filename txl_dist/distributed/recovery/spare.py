@@ -15,6 +15,7 @@ import os
 import selectors
 import signal
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -25,6 +26,8 @@ from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, read_se
 from txl_dist.fault_injection import failpoint
 
 _POLL_S = 0.05
+_STOPS_S = 1.0
+"""Longest time in seconds that the spare looks for stopped replacements at its end."""
 
 
 def supervise(words: Sequence[str], options: AgentOptions) -> None:
@@ -105,11 +108,19 @@ def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:
 
 
 def _kill_stopped(pids: Iterable[int]) -> None:
-    """Kill the replacements that are stopped. They would not notice that their agents have ended."""
-    for pid in pids:
-        if is_stopped(pid):
-            with suppress(ProcessLookupError):  # it has ended
+    """Kill the replacements that are stopped. They would not notice that their agents have ended.
+
+    On a busy machine a signal that stops a process may take effect a moment later, so this looks for `_STOPS_S`.
+    """
+    left = set(pids)
+    end_s = time.monotonic() + _STOPS_S
+    while left and time.monotonic() < end_s:
+        for pid in list(left):
+            if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                left.remove(pid)
+            elif is_stopped(pid):
                 os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
 
 
 def _report_exits(parents: dict[int, Connection]) -> None:

@@ -2,21 +2,24 @@
 
 The rank writes, and its agent reads. So the agent knows the last step and phase of a rank that was killed, and sees
 within a fraction of a second that no thread of the rank runs any more. All times are of the monotonic clock, which is
-the same for all processes of a machine. A value may be read while it is written. The readers tolerate that.
+the same for all processes of a machine. Each number is written at once, so a reader never sees half of it.
+`struct.pack_into` would write zeros first, and a reader would see a rank that has made no progress since the machine
+started. The phase may be read while it is written, because only messages and the comparison of two losses use it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
 import time
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
 """Size of the page in bytes."""
-_HEARTBEAT, _PROGRESS, _LIMIT, _STEP, _WAITING, _PHASE = 0, 8, 16, 24, 32, 40
-"""Offsets of the values in the page."""
+_HEARTBEAT, _PROGRESS, _LIMIT, _STEP, _WAITING = range(5)
+"""Places of the numbers in the page, which have 8 bytes each."""
+_PHASE = 40
+"""Offset of the phase in bytes."""
 _PHASE_BYTES = 32
 
 
@@ -50,35 +53,42 @@ class StatusPage:
         finally:
             if not isinstance(path, int):
                 os.close(descriptor)
+        self._times = memoryview(self._page).cast("d")
+        self._counts = memoryview(self._page).cast("q")
 
     def heartbeat(self, *, is_waiting: bool) -> None:
         """Note that a thread of the rank runs, and whether the main thread is inside a collective."""
-        struct.pack_into("q", self._page, _WAITING, is_waiting)
-        struct.pack_into("d", self._page, _HEARTBEAT, time.monotonic())
+        self._counts[_WAITING] = is_waiting
+        self._times[_HEARTBEAT] = time.monotonic()
 
     def progress(self, *, step: int, phase: str) -> None:
         """Note that the main thread has begun a phase of a step."""
-        struct.pack_into("q", self._page, _STEP, step)
+        self._counts[_STEP] = step
         self._set_phase(phase)
-        struct.pack_into("d", self._page, _PROGRESS, time.monotonic())
+        self._times[_PROGRESS] = time.monotonic()
 
     def set_limit(self, limit_s: float) -> None:
         """Set the seconds without progress after which the rank counts as hung."""
-        struct.pack_into("d", self._page, _LIMIT, limit_s)
+        self._times[_LIMIT] = limit_s
 
     def clear(self) -> None:
         """Forget the process that was the rank. Its replacement is not silent yet, and in phase `begin` of step 0."""
-        struct.pack_into("d", self._page, _LIMIT, 0.0)
-        struct.pack_into("q", self._page, _STEP, 0)
-        struct.pack_into("d", self._page, _HEARTBEAT, time.monotonic())
+        self._times[_LIMIT] = 0.0
+        self._counts[_STEP] = 0
+        self._times[_HEARTBEAT] = time.monotonic()
         self._set_phase("begin")
 
     def read(self) -> Status:
         """Return the present values."""
         now_s = time.monotonic()
-        heartbeat_s, progress_s, limit_s, step, is_waiting = struct.unpack_from("dddqq", self._page, 0)
-        phase = self._page[_PHASE : _PHASE + _PHASE_BYTES].rstrip(b"\0").decode(errors="replace")
-        return Status(now_s - heartbeat_s, now_s - progress_s, limit_s, step, phase, bool(is_waiting))
+        return Status(
+            silent_s=now_s - self._times[_HEARTBEAT],
+            idle_s=now_s - self._times[_PROGRESS],
+            limit_s=self._times[_LIMIT],
+            step=self._counts[_STEP],
+            phase=self._page[_PHASE : _PHASE + _PHASE_BYTES].rstrip(b"\0").decode(errors="replace"),
+            is_waiting=bool(self._counts[_WAITING]),
+        )
 
     def _set_phase(self, phase: str) -> None:
         self._page[_PHASE : _PHASE + _PHASE_BYTES] = phase.encode()[:_PHASE_BYTES].ljust(_PHASE_BYTES, b"\0")

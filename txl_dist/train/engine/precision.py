@@ -21,6 +21,7 @@ import torch
 
 from txl_dist.config.schema import Precision, PrecisionSetting
 from txl_dist.console.formatting import counted
+from txl_dist.console.logging import warn_for_all
 from txl_dist.distributed.collectives import broadcast_object, gather_objects, run_on_all_ranks
 from txl_dist.io.files import read_text
 
@@ -29,6 +30,7 @@ MIN_SPEEDUP = 1.3
 other work of a step (casts, update of fp32 weights) costs more in bf16 than in fp32."""
 INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
 """Instructions for products of bf16 matrices: their flags in /proc/cpuinfo and their names, fastest first."""
+_SLOW_INFERENCE = "inference in bf16 is slower than in fp32 here: {}. Choose precision fp32 (--precision fp32)"
 _ROUNDS = 6
 """Number of timed products of each type. The first one also prepares the libraries, so it is hardly the best."""
 _ROWS = 256
@@ -88,7 +90,7 @@ def choose_precision(
         reason = ""
     elif kept is not None:
         word = kept
-        reason = "as the run began"
+        reason = "as the run was trained so far"
     elif slow:
         return ChosenPrecision("fp32", slow)
     else:
@@ -125,7 +127,15 @@ def slow_bf16_warning(dtype: str, device: torch.device) -> str:
     support = bf16_support(device)
     if support.is_fast:
         return ""
-    return f"inference in bf16 is slower than in fp32 here: {support.reason}. Choose precision fp32 (--precision fp32)"
+    return _SLOW_INFERENCE.format(support.reason)
+
+
+def warn_of_slow_inference(dtype: str, device: torch.device) -> None:
+    """Log a warning on rank 0 if inference in the number type `dtype` is slow on a rank. All ranks call it together."""
+    if dtype == "bf16":
+        slow = _slow_ranks(gather_objects(run_on_all_ranks(lambda: bf16_support(device))))
+        if slow:
+            warn_for_all("%s", _SLOW_INFERENCE.format(slow))
 
 
 def gpu_support(capability: tuple[int, int]) -> Bf16Support:

@@ -28,6 +28,8 @@ from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS
 from txl_dist.model.kernels.attention_launch import runs_triton
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
+from txl_dist.train.footprint.checkpoint import checkpoint_size
+from txl_dist.train.footprint.copies import copies_bytes
 from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 
@@ -39,11 +41,19 @@ does not fit. On CPUs the prediction was at most 3.2 % too high (tools/experimen
 error was never measured."""
 
 
-def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, device: torch.device) -> None:
+def check_fits(
+    config: Config,
+    *,
+    plan: BatchPlan,
+    num_parameters: int,
+    vocab_size: int,
+    device: torch.device,
+    makes_copies: bool = False,
+) -> None:
     """Raise ConfigError if a run certainly does not fit into memory.
 
     The message lists settings with which the run fits, if there are any. `num_parameters` is the number of the model's
-    parameters.
+    parameters. `makes_copies` says that recovery will allocate its copies, which on a CPU are in the same memory.
     """
     on_gpu = device.type == "cuda"
     room = room_bytes(device)
@@ -53,14 +63,21 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
     else:
         num_sharing = min(local_world_size(plan.world_size), plan.world_size)
     bound = bound_bytes(config, plan=plan, num_parameters=num_parameters, vocab_size=vocab_size, on_gpu=on_gpu)
-    if num_sharing * bound <= room:
+
+    def needed_for_copies(config: Config, plan: BatchPlan) -> float:
+        if not makes_copies or on_gpu:
+            return 0.0
+        size = checkpoint_size(config, vocab_size=vocab_size)
+        return copies_bytes(config, size, ranks=plan.world_size, ranks_per_node=num_sharing)
+
+    if num_sharing * (bound + needed_for_copies(config, plan)) <= room:
         return
 
     def needed(config: Config, plan: BatchPlan) -> float:
         by_holder = bytes_per_rank(
             config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu, runs_triton=runs_triton(device)
         )
-        return num_sharing * sum(by_holder.values())
+        return num_sharing * (sum(by_holder.values()) + needed_for_copies(config, plan))
 
     def fits(change: Change, world_size: int = plan.world_size) -> bool:
         variant = changed(config, change)
@@ -74,7 +91,9 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
     size = needed(config, plan)
     if size * sure <= room:
         return
-    remedies = [_as_flags(change) for change in _changes_that_fit(config, plan, fits, on_gpu=on_gpu)]
+    of_copies = num_sharing * needed_for_copies(config, plan)
+    changes = _changes_that_fit(config, plan, fits, on_gpu=on_gpu, has_copies=of_copies > 0)
+    remedies = [_as_flags(change) for change in changes]
     if on_gpu:
         machines = ""
     else:
@@ -82,6 +101,8 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
     remedies += _ranks_that_fit(config, plan, fits, machines=machines)
     remedy = ", or with ".join(remedies)
     predicted = f"{size / 2**30:.1f} GiB"
+    if of_copies:
+        predicted += f" ({of_copies / 2**30:.1f} GiB of them for the copies of recover.spares=1)"
     left = f"{room / 2**30:.1f} GiB"
     if on_gpu:
         has = f"a GPU has {left}"
@@ -161,7 +182,9 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
     return 64.0 * num_parameters + 4.0 * values + fixed
 
 
-def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], *, on_gpu: bool) -> list[Change]:
+def _changes_that_fit(
+    config: Config, plan: BatchPlan, fits: Callable[..., bool], *, on_gpu: bool, has_copies: bool
+) -> list[Change]:
     """List changes of settings with which the run certainly fits.
 
     For each kind of change, the list has the smallest change that suffices. If no kind suffices alone, several kinds
@@ -183,10 +206,13 @@ def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool]
     else:
         offloaded = []
 
+    fewer_copies: list[Change] = [{"recover.spares": 0}] if has_copies else []
+    if has_copies and config.recover.copies == "partner":
+        fewer_copies.insert(0, {"recover.copies": "node"})
     found: list[Change] = []
     if smaller and fits(smaller[0]):
         found.append(_first_that_fits(reversed(smaller), fits))
-    for kind in ([without_scores], [without_graphs], [recomputed], sharded, offloaded):
+    for kind in ([without_scores], [without_graphs], [recomputed], sharded, offloaded, fewer_copies):
         change = _first_that_fits(kind, fits)
         if change:
             found.append(change)

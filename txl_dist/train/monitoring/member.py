@@ -40,7 +40,7 @@ from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat, seat_of
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import Loss
-from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
+from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, first_line, in_one_line
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append
 from txl_dist.train.engine.regroup import (
@@ -264,8 +264,17 @@ class Member:
             self._stacks.parent.rmdir()
 
     def share_coordinator(self) -> None:
-        """Give all agents the address of the coordinator, in the first generation. All ranks call it together."""
-        port, key = broadcast_object(self._seat.coordinator if get_rank() == 0 else ["", ""])
+        """Give all agents the address of the coordinator, in the first generation. All ranks call it together.
+
+        Raises LostRankError if a rank was lost, which cannot be replaced yet.
+        """
+        try:
+            port, key = broadcast_object(self._seat.coordinator if get_rank() == 0 else ["", ""])
+        except RuntimeError as error:  # torch's errors of collectives are RuntimeErrors
+            raise LostRankError(
+                f"another rank was lost before all ranks had connected to each other ({first_line(error)}). The same "
+                "command starts again."
+            ) from error
         self._tell({"kind": "coordinator", "host": _meeting_host(), "port": int(port), "key": key})
 
     def open_store(self) -> Store | None:

@@ -75,6 +75,8 @@ def beat():
         if os.path.exists(f"{folder}/fail{rank}"):
             link.send({"kind": "failed", "code": 5, "reason": "ValueError: a poison batch"})
             os._exit(5)
+        if os.path.exists(f"{folder}/exit{rank}"):
+            os._exit(3)
         if os.path.exists(f"{folder}/leave{rank}"):
             with open(f"{folder}/leave{rank}") as file:
                 code = int(file.read() or 0)
@@ -428,10 +430,20 @@ def test_a_rank_that_dies_before_the_job_is_complete_is_not_replaced(tmp_path: P
     agent.write_text(AGENT, encoding="utf-8")
     rank.write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    code = subprocess.run(
-        [sys.executable, str(agent), str(rank), "3", "stop"], env=os.environ | place, check=False
-    ).returncode
-    assert code == 128 + signal.SIGKILL
+    words = [sys.executable, str(agent), str(rank), "3", "stop"]
+    ended = subprocess.run(words, env=os.environ | place, check=False, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert "died of SIGKILL before all ranks had connected to each other, and is not replaced" in ended.stderr
+
+
+def test_the_agent_of_a_rank_that_ends_itself_without_a_reason_says_so(agents: Agents) -> None:
+    agents.wait_for("began", rank=1)
+    (agents.folder / "exit1").touch()
+    assert agents.agents[1].wait(30) == 3
+    stderr = agents.agents[1].stderr
+    assert stderr is not None
+    assert "txl: recovery: rank 1 on " in (said := stderr.read())
+    assert "has ended itself with exit code 3, and is not replaced" in said
 
 
 def test_the_exit_code_of_a_rank_is_that_of_its_agent(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_many_versions_need_no_more_descriptors_than_two(rank: PartnerConnection
     before = len(os.listdir("/proc/self/fd"))
     for serial in range(3, 20):
         rank.put(fill(slot, serial), kept=serial - 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_content_that_does_not_have_its_checksum_is_refused(rank: PartnerConnection) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 from txl_dist.distributed.recovery.status import StatusPage
 
@@ -16,3 +18,31 @@ def test_a_replacement_that_has_not_begun_is_neither_silent_nor_at_the_step_of_i
     page.clear()
     status = page.read()
     assert (status.step, status.phase, status.limit_s) == (0, "begin", 0.0)
+
+
+WRITER = """
+import sys
+from txl_dist.distributed.recovery.status import StatusPage
+page = StatusPage(sys.argv[1])
+print("ready", flush=True)
+while True:
+    page.progress(step=1234, phase="step")
+    page.heartbeat(is_waiting=True)
+    page.set_limit(9.0)
+"""
+
+
+def test_a_reader_never_sees_a_number_that_is_half_written() -> None:
+    descriptor = os.memfd_create("status")
+    page = StatusPage(descriptor)
+    command = [sys.executable, "-c", WRITER, f"/proc/{os.getpid()}/fd/{descriptor}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+        statuses = [page.read() for _ in range(100_000)]  # one in a hundred was wrong with struct.pack_into
+        writer.kill()
+    of_writer = [status for status in statuses if status.step == 1234]  # all but those before its first step
+    assert {(status.limit_s, status.is_waiting) for status in of_writer[1000:]} == {(9.0, True)}
+    assert len(of_writer) > len(statuses) / 2
+    assert statuses[statuses.index(of_writer[0]) :] == of_writer
+    assert max(max(status.idle_s, status.silent_s) for status in of_writer) < 60

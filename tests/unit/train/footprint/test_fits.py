@@ -36,20 +36,35 @@ def predicted(config: Config, *, world_size: int, on_gpu: bool = False, runs_tri
     )
 
 
-def check(config: Config, *, room: float, world_size: int = 2, device: str = "cpu", runs_triton: bool = True) -> None:
+def check(
+    config: Config,
+    *,
+    room: float,
+    world_size: int = 2,
+    device: str = "cpu",
+    runs_triton: bool = True,
+    makes_copies: bool = False,
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fits, "room_bytes", lambda _: room)
         patch.setattr(fits, "runs_triton", lambda _: runs_triton)
         plan = plan_batch(config.train, world_size=world_size)
         num_parameters = count_parameters(config.model, vocab_size=VOCAB_SIZE)
         fits.check_fits(
-            config, plan=plan, num_parameters=num_parameters, vocab_size=VOCAB_SIZE, device=torch.device(device)
+            config,
+            plan=plan,
+            num_parameters=num_parameters,
+            vocab_size=VOCAB_SIZE,
+            device=torch.device(device),
+            makes_copies=makes_copies,
         )
 
 
-def refusal(config: Config, *, room: float, world_size: int = 2, device: str = "cpu") -> str:
+def refusal(
+    config: Config, *, room: float, world_size: int = 2, device: str = "cpu", makes_copies: bool = False
+) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(config, room=room, world_size=world_size, device=device)
+        check(config, room=room, world_size=world_size, device=device, makes_copies=makes_copies)
     return str(caught.value)
 
 
@@ -138,6 +153,25 @@ def test_what_fits_is_not_refused_and_neither_is_what_a_measured_error_would_mak
     check(config, room=size)
     check(config, room=0.97 * size)  # the prediction may be 3.2 % too high: tools/experiments/notebook/benchmarks.md
     refusal(config, room=0.94 * size)
+
+
+@pytest.mark.parametrize(("copies", "num_versions"), [("node", 2), ("partner", 4)])
+def test_the_copies_of_recovery_must_fit_too_on_a_cpu(copies: str, num_versions: int) -> None:
+    config = tiny_config(model=WIDE | {"num_layers": 6}, train=LONG, recover={"spares": 1, "copies": copies})
+    memories = 6 * 256 * LONG["memory_len"] * LONG["num_lanes"]
+    state = 4 * (3 * count_parameters(config.model, vocab_size=VOCAB_SIZE) + memories)  # a weight and two moments
+    size = 2 * predicted(config, world_size=2)
+    check(config, room=size)  # a later generation has its copies already
+    remedy, of_remedy = (
+        ({"recover.spares": "0"}, size) if copies == "node" else ({"recover.copies": "node"}, size + 2 * state)
+    )
+    message = refusal(config, room=1.01 * of_remedy / fits.SURE["cpu"], makes_copies=True)
+    assert "of them for the copies of recover.spares=1" in message
+    assert remedy in [flags for _, flags in proposals(message)]
+    with_copies = size + num_versions * state
+    refusal(config, room=0.94 * with_copies, makes_copies=True)
+    check(config, room=with_copies, makes_copies=True)
+    check(config, room=predicted(config, world_size=2, on_gpu=True), device="cuda", makes_copies=True)
 
 
 def test_distance_scores_are_kept_where_they_fit_and_are_given_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
