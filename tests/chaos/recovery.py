@@ -181,13 +181,16 @@ def launched(lab: Lab, program: str, *, stage: int = 1) -> Case:
     return lab.report(case)
 
 
-def damaged(lab: Lab, *, stage: int = 1, both_copies: bool) -> Case:
+def damaged(lab: Lab, *, stage: int = 1, both_copies: bool, saves: bool = True) -> Case:
     """The process of rank 1 dies, and all copies on its node are damaged: they come from the other node.
 
-    With `both_copies` those are damaged too. Then all ranks continue from the checkpoint, in the same processes.
+    With `both_copies` those are damaged too. Then all ranks continue from the checkpoint, in the same processes. Unless
+    the run `saves`, they begin again.
     """
     fault = f"kill:1:{STRUCK_AT},slow:0:2:leave@2"
     words = (*ON, *PARTNER, "--engine.zero_stage", str(stage))
+    if not saves:
+        words += ("--checkpoint.every_steps", "0")
     case, run = lab.case("recovery: damaged", stage=stage, fault=fault), lab.new_run("damaged")
     with lab.start(run, *words, fault=fault, nodes=2) as job:
         job.wait_for(lambda: len(job.struck) == 2)
@@ -204,7 +207,8 @@ def damaged(lab: Lab, *, stage: int = 1, both_copies: bool) -> Case:
     if not case.message_ok:
         case.problems.append("the log does not say where the state came from")
     (event,) = (record for record in run.records("event") if record["event"] == "recovered")
-    wanted = ("checkpoint" if both_copies else "copies", STRUCK_AT - event["step"])
+    saved = "checkpoint" if saves else "start"
+    wanted = (saved if both_copies else "copies", STRUCK_AT - event["step"])
     if (event["restored_from"], event["repeated_steps"]) != wanted:
         case.problems.append(f"the event is {event}")
     if [record["event"] for record in run.records("event")].count("start") != 1:
@@ -459,6 +463,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for stage in range(4):
         for both_copies in (False, True):
             yield partial(damaged, lab, stage=stage, both_copies=both_copies)
+        yield partial(damaged, lab, stage=stage, both_copies=True, saves=False)
     for to_launcher in (False, True):
         yield partial(stopped, lab, to_launcher=to_launcher)
     for stage in range(4):

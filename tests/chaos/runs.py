@@ -67,7 +67,7 @@ class Run:
             if record["kind"] == "train":
                 self._last_step = record["step"]
                 self._highest_step = max(self._highest_step, self._last_step)
-            elif record.get("event") == "start" or record.get("restored_from") == "checkpoint":
+            elif record.get("event") == "start" or record.get("restored_from") in ("checkpoint", "start"):
                 self._steps_lost += max(0, self._last_step - record["step"])
                 self._last_step = record["step"]
 

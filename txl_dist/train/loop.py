@@ -481,7 +481,8 @@ class TrainingRun:
     def _report_start(self, state: TrainState) -> None:
         """Write the `start` event, which records hardware, versions, corpora and the units of the losses.
 
-        A job that returns to a checkpoint after the loss of a rank has started only once, so it writes none again.
+        A job that returns to a checkpoint or to its start after the loss of a rank has started only once, so it writes
+        none again.
         """
         context = self.context
         corpora = self.context.corpora
@@ -499,7 +500,7 @@ class TrainingRun:
         for kind, problem in facts["no_bits"].items():
             logger.info("%s records have no bits per byte, because %s", kind, problem)
         facts = start_facts(self.engine, context.ranks) | facts
-        if not (state.step and self.recovery.is_unfinished):
+        if not self.recovery.has_begun_before:
             self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 
     def _report(self, state: TrainState, interval: Interval) -> None:

@@ -73,8 +73,8 @@ class Recovery:
         """Note that the state is loaded from which training starts."""
 
     @property
-    def is_unfinished(self) -> bool:
-        """Whether a rank was lost, and no step is finished since."""
+    def has_begun_before(self) -> bool:
+        """Whether a rank was lost after the job had begun a step, and no step is finished since."""
         return False
 
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
@@ -211,8 +211,9 @@ class InJobRecovery(Recovery):
 
     @property
     @override
-    def is_unfinished(self) -> bool:
-        return self._member.recovered is not None
+    def has_begun_before(self) -> bool:
+        recovered = self._member.recovered
+        return recovered is not None and int(recovered["reached"]) > 0
 
     @override
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
