@@ -102,6 +102,6 @@ def test_a_run_stores_its_precision_and_keeps_it_on_another_processor(tmp_path: 
     before, after = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8").split("resume: from")
     assert "bf16 (auto: AMX, products 4.0 times as fast as in fp32)" in before
     assert "slower" not in before
-    assert "bf16 (auto: as the run was trained so far)" in after
+    assert "bf16 (auto: the run's precision so far)" in after
     assert "engine.precision=bf16 is slower than fp32 here: the processor has neither AMX" in after
     assert "engine.precision changed" not in after

@@ -35,6 +35,8 @@ react to signals while it waits."""
 
 _LOWEST_PORT = 20000
 """Lowest port that `free_port` returns. Well-known services listen below it."""
+_END_OF_PORTS = 29500
+"""End of its range: the default port of DeepSpeed and torch. Ports of Kubernetes services follow it."""
 _MAX_PROBES = 100
 """Number of ports that `free_port` tries before it lets the kernel choose."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
@@ -211,15 +213,21 @@ def free_port() -> int:
     """Return a port of this machine that no process uses now, for a store that is created seconds later.
 
     The port lies below the range from which the kernel takes ports of outgoing connections, so that no connection takes
-    it before the store is created. If that range leaves no room, the kernel chooses the port.
+    it before the store is created. If that range leaves no room, the kernel chooses the port. Raises OSError if there
+    is no free port or no free descriptor.
     """
-    room = range(_LOWEST_PORT, _first_outgoing_port())
-    candidates = random.SystemRandom().sample(room, k=min(_MAX_PROBES, len(room)))
-    for port in [*candidates, 0]:
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-    raise ConfigError("this machine has no free TCP port. Close programs that hold connections.")
+    room = range(_LOWEST_PORT, min(_first_outgoing_port(), _END_OF_PORTS))
+    for port in random.SystemRandom().sample(room, k=min(_MAX_PROBES, len(room))):
+        with contextlib.suppress(OSError):
+            return _bound_port(port)
+    return _bound_port(0)
+
+
+def _bound_port(port: int) -> int:
+    """Return the port if it is free, or a free one for port 0. Raises OSError if it is in use."""
+    with socket.socket() as probe:
+        probe.bind(("", port))
+        return int(probe.getsockname()[1])
 
 
 def _first_outgoing_port() -> int:

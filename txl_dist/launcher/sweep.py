@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -208,7 +208,6 @@ def checked_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) 
         check_phases(trial.config)
         for _, staged in each_phase(trial.config):
             plan_batch(staged.train, world_size=1)
-    kept: dict[PrecisionSetting, Path] = {}
     for trial in trials:
         check(trial.config)
         settings_file = trial.run_dir / SETTINGS
@@ -217,7 +216,6 @@ def checked_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) 
         saved = load_config(settings_file)
         wanted = trial.config
         if wanted.engine.precision == "auto":
-            kept.setdefault(saved.engine.precision, trial.run_dir)
             wanted = changed(wanted, {"engine.precision": saved.engine.precision})
         changes = config_changes(saved, wanted)
         if changes:
@@ -226,6 +224,20 @@ def checked_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) 
                 f"{trial.run_dir} was made with other settings ({listed}), so its loss cannot be compared with the "
                 "losses of the other runs. Restore these settings, or choose another --out."
             )
+    kept = _precision_of_runs(trials)
+    return [_with_precision(trial, kept) for trial in trials]
+
+
+def _precision_of_runs(trials: Sequence[Trial]) -> PrecisionSetting | None:
+    """Return the precision that runs have put in place of engine.precision = "auto", or None if there is no such run.
+
+    Raises ConfigError if runs have different ones.
+    """
+    kept: dict[PrecisionSetting, Path] = {}
+    for trial in trials:
+        settings_file = trial.run_dir / SETTINGS
+        if trial.config.engine.precision == "auto" and settings_file.is_file():
+            kept.setdefault(load_config(settings_file).engine.precision, trial.run_dir)
     if len(kept) > 1:
         listed = ", ".join(f"{run_dir} in {precision}" for precision, run_dir in kept.items())
         raise ConfigError(
@@ -233,15 +245,14 @@ def checked_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) 
             "their processors differ, so their losses cannot be compared. Choose another --out, or remove the runs of "
             "one precision and set engine.precision to the other."
         )
-    return [_with_precision(trial, kept) for trial in trials]
+    return next(iter(kept), None)
 
 
-def _with_precision(trial: Trial, kept: Collection[PrecisionSetting]) -> Trial:
-    """Return the trial with the precision in `kept`, if there is one and its own is "auto"."""
-    if not kept or trial.config.engine.precision != "auto":
+def _with_precision(trial: Trial, kept: PrecisionSetting | None) -> Trial:
+    """Return the trial with the precision `kept`, if there is one and its own is "auto"."""
+    if kept is None or trial.config.engine.precision != "auto":
         return trial
-    (precision,) = kept
-    return trial._replace(config=changed(trial.config, {"engine.precision": precision}))
+    return trial._replace(config=changed(trial.config, {"engine.precision": kept}))
 
 
 def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = ()) -> tuple[dict[Path, str], bool]:
@@ -508,7 +519,7 @@ def train_grid(
 
     The exit code is 0, REQUEUE if the sweep was asked to stop, or FAILED if a run failed. `check` checks the paths of a
     configuration, and `devices` returns the GPUs. Raises ConfigError before the first run for settings that are
-    certainly wrong.
+    certainly wrong, and after the last run if runs have chosen different precisions.
     """
     trials = checked_trials(trials_of(base, axes, num_seeds=num_seeds, out=out), check=check)
     num_done = sum(trial.is_done for trial in trials)
@@ -519,12 +530,12 @@ def train_grid(
     else:
         gpus = ()
     problems, was_stopped = run_trials(trials, jobs=jobs, devices=gpus)
-    checked_trials(trials, check=check)  # with engine.precision = "auto" each run has chosen its own
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
     with translate_errors(ConfigError, f"cannot write to {out}", "Choose another --out."):
         out.mkdir(parents=True, exist_ok=True)
         atomic_replace(out / TABLE, records_csv(outcomes).encode())
+    _precision_of_runs(trials)  # with engine.precision = "auto" each run of a new sweep has chosen its own
     lines = _summary_lines(outcomes, axes, page=out / PAGE)
     duration = format_duration(3600 * sum(run.history.hours for run in runs))
     lines.append(f"records: {out / TABLE}, with {duration} of work in {counted(len(runs), 'run')}")

@@ -303,8 +303,7 @@ class TrainingRun:
         if stored is not None and state.step == stored.step:
             interval.continue_from(stored.facts["interval"])
         elif state.step and state.step == context.steps.start:
-            self.recovery.store(state, self.engine, interval.sums(), begins_phase=True)
-            self.recovery.wait()  # a loss in the first step must not make the phase before end again
+            self.recovery.store_beginning(state, self.engine, interval.sums())
         depth = config.data.prefetch_depth
         step_inputs = read_inputs(
             context.corpora.train,
@@ -500,7 +499,7 @@ class TrainingRun:
         for kind, problem in facts["no_bits"].items():
             logger.info("%s records have no bits per byte, because %s", kind, problem)
         facts = start_facts(self.engine, context.ranks) | facts
-        if not self.recovery.has_begun_before:
+        if self.recovery.records_start():
             self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 
     def _report(self, state: TrainState, interval: Interval) -> None:

@@ -584,7 +584,7 @@ class Agent:
         return None
 
     def _say_end(self, code: int) -> None:
-        """Print that the rank has ended without a reason of its own, and is not replaced."""
+        """Print that the rank has ended without having announced why, and is not replaced."""
         rank = self._number if self._plan is None else self._plan["rank"]
         who = f"rank {rank} on {socket.gethostname()} (pid {self._pid})"
         if code > 0 and self._has_joined:

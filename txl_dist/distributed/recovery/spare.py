@@ -16,7 +16,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from txl_dist.distributed.connection import Connection
@@ -26,8 +26,8 @@ from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, read_se
 from txl_dist.fault_injection import failpoint
 
 _POLL_S = 0.05
-_STOPS_S = 1.0
-"""Longest time in seconds that the spare looks for stopped replacements at its end."""
+_LAST_LOOK_S = 1.0
+"""Longest time in seconds that a spare looks for stopped replacements after its agent has ended."""
 
 
 def supervise(words: Sequence[str], options: AgentOptions) -> None:
@@ -69,7 +69,7 @@ def serve_replacements() -> None:
         try:
             messages = agent.receive() if is_readable else []
         except (OSError, ValueError):
-            _kill_stopped(parents)
+            _end_with_agent(parents)
             os._exit(0)
         for message in messages:
             if message["kind"] == "fork" and _fork(seat_of(message["seat"]), parents):
@@ -107,20 +107,20 @@ def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:
     return True
 
 
-def _kill_stopped(pids: Iterable[int]) -> None:
-    """Kill the replacements that are stopped. They would not notice that their agents have ended.
+def _end_with_agent(parents: dict[int, Connection]) -> None:
+    """Kill the replacements that are stopped, because they would not notice that their agents have ended.
 
-    On a busy machine a signal that stops a process may take effect a moment later, so this looks for `_STOPS_S`.
+    On a busy machine a signal that stops a process may take effect a moment later. So this looks for up to
+    `_LAST_LOOK_S` seconds, and meanwhile reports the replacements that end by themselves.
     """
-    left = set(pids)
-    end_s = time.monotonic() + _STOPS_S
-    while left and time.monotonic() < end_s:
-        for pid in list(left):
-            if os.waitpid(pid, os.WNOHANG) != (0, 0):
-                left.remove(pid)
-            elif is_stopped(pid):
+    end_s = time.monotonic() + _LAST_LOOK_S
+    _report_exits(parents)
+    while parents and time.monotonic() < end_s:
+        for pid in parents:
+            if is_stopped(pid):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
+        _report_exits(parents)
 
 
 def _report_exits(parents: dict[int, Connection]) -> None:

@@ -25,8 +25,9 @@ ANSWER_S = 10.0
 """Seconds in which a spare must answer."""
 PING_EVERY_S = 10.0
 """Seconds between two questions to an idle spare."""
-END_S = 0.5
-"""Seconds in which a spare ends by itself when its connection ends."""
+END_S = 2.0
+"""Seconds in which a spare ends by itself when its connection ends. It may take a second to look for stopped
+replacements."""
 ATTEMPTS = 3
 """Number of spares in a row that may fail, before a request for a replacement is given back."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.console.logging import logger
-from txl_dist.distributed.collectives import RankInfo
+from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects
 from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.model.transformer_xl import TransformerXL
@@ -43,10 +43,16 @@ class Recovery:
         All ranks call it together. Raises ConfigError on all ranks.
         """
 
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any], *, begins_phase: bool = False) -> None:
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
         """Begin to store the state after a step, and the sums of the logging interval, if a copy is due.
 
-        The state with which a phase begins is always due. Weights may change again only after `wait`.
+        Weights may change again only after `wait`.
+        """
+
+    def store_beginning(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+        """Store the state with which a phase begins. Returns when all ranks have stored it.
+
+        So a loss in the first step does not make the phase before end again. All ranks call it together.
         """
 
     def wait(self) -> None:
@@ -72,10 +78,9 @@ class Recovery:
     def mark_loaded(self) -> None:
         """Note that the state is loaded from which training starts."""
 
-    @property
-    def has_begun_before(self) -> bool:
-        """Whether a rank was lost after the job had begun a step, and no step is finished since."""
-        return False
+    def records_start(self) -> bool:
+        """Return whether a start must be recorded: not again after the loss of a rank. All ranks call it together."""
+        return True
 
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
         """Note that a step is finished. Returns the facts of a recovery after the first step that follows it, or None.
@@ -170,11 +175,18 @@ class InJobRecovery(Recovery):
         self._slots.check_room(state, engine)
 
     @override
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any], *, begins_phase: bool = False) -> None:
+    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
         has_rewound = state.step <= self._last_step  # all copies are of steps that the run has given up
-        if state.step % self._copy_every == 0 or has_rewound or begins_phase:
-            self._slots.store(state, engine, sums, begins_phase=begins_phase)
+        if state.step % self._copy_every == 0 or has_rewound:
+            self._slots.store(state, engine, sums)
         self._last_step = state.step
+
+    @override
+    def store_beginning(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+        self._slots.store(state, engine, sums, begins_phase=True)
+        self._last_step = state.step
+        self._slots.wait()
+        barrier()
 
     @override
     def wait(self) -> None:
@@ -209,11 +221,11 @@ class InJobRecovery(Recovery):
     def mark_loaded(self) -> None:
         self._member.mark_loaded()
 
-    @property
     @override
-    def has_begun_before(self) -> bool:
-        recovered = self._member.recovered
-        return recovered is not None and int(recovered["reached"]) > 0
+    def records_start(self) -> bool:
+        is_again = self._member.recovered is not None and any(gather_objects(self._member.has_recorded_start))
+        self._member.has_recorded_start = True
+        return not is_again
 
     @override
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:

@@ -90,7 +90,7 @@ def choose_precision(
         reason = ""
     elif kept is not None:
         word = kept
-        reason = "as the run was trained so far"
+        reason = "the run's precision so far"
     elif slow:
         return ChosenPrecision("fp32", slow)
     else:

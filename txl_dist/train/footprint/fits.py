@@ -4,10 +4,10 @@
     prediction   `footprint`, which follows a step: tenths of a second, or seconds for long segments on a CPU
     refusal      only if the prediction, less the largest measured error, is more than the available memory
 
-On a CPU all ranks of the node share the memory that the system and the control groups leave. On a GPU each rank has a
-device. Rank 0 checks its own node. The check does not count an evaluation that needs more memory than training, host
-memory of offloading, or memory that other processes will take later. It does not find other nodes that have less memory
-than the node of rank 0.
+On a CPU all ranks of the node share the memory that the system and the control groups leave, also for the copies of
+recovery. On a GPU each rank has a device. Rank 0 checks its own node. The check does not count an evaluation that needs
+more memory than training, host memory of offloading, or memory that other processes will take later. It does not find
+other nodes that have less memory than the node of rank 0.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def check_fits(
     size = needed(config, plan)
     if size * sure <= room:
         return
-    of_copies = num_sharing * needed_for_copies(config, plan)
-    changes = _changes_that_fit(config, plan, fits, on_gpu=on_gpu, has_copies=of_copies > 0)
+    bytes_of_copies = num_sharing * needed_for_copies(config, plan)
+    changes = _changes_that_fit(config, plan, fits, on_gpu=on_gpu, has_copies=bytes_of_copies > 0)
     remedies = [_as_flags(change) for change in changes]
     if on_gpu:
         machines = ""
@@ -101,8 +101,8 @@ def check_fits(
     remedies += _ranks_that_fit(config, plan, fits, machines=machines)
     remedy = ", or with ".join(remedies)
     predicted = f"{size / 2**30:.1f} GiB"
-    if of_copies:
-        predicted += f" ({of_copies / 2**30:.1f} GiB of them for the copies of recover.spares=1)"
+    if bytes_of_copies:
+        predicted += f" ({bytes_of_copies / 2**30:.1f} GiB of them for the copies of recover.spares=1)"
     left = f"{room / 2**30:.1f} GiB"
     if on_gpu:
         has = f"a GPU has {left}"
@@ -206,9 +206,7 @@ def _changes_that_fit(
     else:
         offloaded = []
 
-    fewer_copies: list[Change] = [{"recover.spares": 0}] if has_copies else []
-    if has_copies and config.recover.copies == "partner":
-        fewer_copies.insert(0, {"recover.copies": "node"})
+    fewer_copies = _changes_of_copies(config) if has_copies else []
     found: list[Change] = []
     if smaller and fits(smaller[0]):
         found.append(_first_that_fits(reversed(smaller), fits))
@@ -219,10 +217,25 @@ def _changes_that_fit(
     if found:
         return found
     least = (smaller[0] if smaller else {}) | recomputed
-    combined = _first_that_fits((least | more for more in ({}, *sharded, *offloaded)), fits)
-    if combined:
-        return [combined]
+    for copies in ({}, *fewer_copies):
+        combined = _first_that_fits((least | copies | more for more in ({}, *sharded, *offloaded)), fits)
+        if combined:
+            return [combined]
     return []
+
+
+def _changes_of_copies(config: Config) -> list[Change]:
+    """List the changes with which recovery keeps fewer copies, or none, from the smallest change to the largest."""
+    changes: list[Change] = []
+    sent_always: Change = {}
+    if config.recover.partner_every > 1:
+        sent_always = {"recover.partner_every": 1}
+        changes.append(sent_always)
+    on_node: Change = {}
+    if config.recover.copies == "partner":
+        on_node = sent_always | {"recover.copies": "node"}
+        changes.append(on_node)
+    return [*changes, on_node | {"recover.spares": 0}]
 
 
 def _offloading_changes(engine: EngineSection, sharded: list[Change]) -> list[Change]:

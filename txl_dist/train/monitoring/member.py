@@ -150,6 +150,8 @@ class Member:
         self.generation = 1
         self.recovered: Message | None = None
         """Plan of the last recovery, until its first step is reported. None without a recovery."""
+        self.has_recorded_start = False
+        """Whether the job has recorded its start while this process was a rank. The caller sets it."""
         self.exit_code = 1
         """Exit code with which this process will end. The caller sets it when the run has a result."""
         self._seat = seat
@@ -266,14 +268,14 @@ class Member:
     def share_coordinator(self) -> None:
         """Give all agents the address of the coordinator, in the first generation. All ranks call it together.
 
-        Raises LostRankError if a rank was lost, which cannot be replaced yet.
+        Raises LostRankError if a rank was lost or does not answer. It cannot be replaced yet.
         """
         try:
             port, key = broadcast_object(self._seat.coordinator if get_rank() == 0 else ["", ""])
         except RuntimeError as error:  # torch's errors of collectives are RuntimeErrors
             raise LostRankError(
-                f"another rank was lost before all ranks had connected to each other ({first_line(error)}). The same "
-                "command starts again."
+                "another rank was lost or did not answer before all ranks had connected to each other "
+                f"({first_line(error)}). The same command starts again."
             ) from error
         self._tell({"kind": "coordinator", "host": _meeting_host(), "port": int(port), "key": key})
 

@@ -407,11 +407,12 @@ def test_the_exit_code_that_a_replacement_has_announced_counts_if_its_spare_has_
     assert agents.agents[1].wait(30) == 75
 
 
-def test_a_stopped_replacement_does_not_outlive_the_agents(agents: Agents) -> None:
+def test_a_stopped_replacement_whose_agent_was_killed_does_not_outlive_the_job(agents: Agents) -> None:
     os.kill(agents.wait_for("began", rank=1), signal.SIGKILL)
     replacement = process_id(agents.wait_for("met 2", rank=1))
     os.kill(replacement.pid, signal.SIGSTOP)
-    agents.end()
+    agents.agents[1].kill()
+    assert agents.agents[0].wait(30) == HANG
     end_s = time.monotonic() + 30
     while replacement.lives():
         assert time.monotonic() < end_s, "the stopped process is left"

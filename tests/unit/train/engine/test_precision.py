@@ -92,12 +92,12 @@ def test_a_new_run_is_in_bf16_only_if_every_rank_is_fast() -> None:
 
 def test_a_run_that_continues_keeps_its_precision_and_says_when_it_is_slow() -> None:
     kept = choose_precision("auto", kept="bf16", answers=[SLOW])
-    assert (kept.word, kept.reason) == ("bf16", "as the run was trained so far")
+    assert (kept.word, kept.reason) == ("bf16", "the run's precision so far")
     assert kept.warnings == (
         f"engine.precision=bf16 is slower than fp32 here: {SLOW.reason}. Use --engine.precision fp32",
     )
     assert choose_precision("auto", kept="bf16", answers=[FAST]).warnings == ()
-    assert choose_precision("auto", kept="fp32", answers=[]) == ChosenPrecision("fp32", "as the run was trained so far")
+    assert choose_precision("auto", kept="fp32", answers=[]) == ChosenPrecision("fp32", "the run's precision so far")
 
 
 def test_a_named_precision_is_used_and_bf16_is_warned_about_where_it_is_slow() -> None:
@@ -176,7 +176,7 @@ def test_a_dry_run_says_the_chosen_precision_and_why(
     bf16 = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
     (tmp_path / "run/config.toml").write_text(config_to_toml(bf16), encoding="utf-8")
     again = "\n".join(dry_run(config, world_size=2))
-    assert "bf16 (auto: as the run was trained so far)" in again
+    assert "bf16 (auto: the run's precision so far)" in again
     assert ("is slower than fp32 here" in again) is (not instructions)
     assert load_config(tmp_path / "run/config.toml") == bf16
 
@@ -191,7 +191,7 @@ def test_a_dry_run_from_a_checkpoint_says_the_precision_of_that_checkpoint(
     bf16 = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
     (checkpoint / "config.toml").write_text(config_to_toml(bf16), encoding="utf-8")
     lines = "\n".join(dry_run(planned_config(tmp_path), world_size=1, resume=str(checkpoint)))
-    assert "bf16 (auto: as the run was trained so far)" in lines
+    assert "bf16 (auto: the run's precision so far)" in lines
 
 
 def test_a_dry_run_asks_the_mirror_for_the_precision_if_the_run_directory_is_empty(
@@ -207,7 +207,7 @@ def test_a_dry_run_asks_the_mirror_for_the_precision_if_the_run_directory_is_emp
 
     monkeypatch.setattr(dry_run_file, "mirrored_precision", mirrored)
     config = changed(planned_config(tmp_path), {"checkpoint.mirror": "memory://bucket/run"})
-    assert "bf16 (auto: as the run was trained so far)" in "\n".join(dry_run(config, world_size=1))
+    assert "bf16 (auto: the run's precision so far)" in "\n".join(dry_run(config, world_size=1))
     assert mirrors == ["memory://bucket/run"]
     named = changed(config, {"engine.precision": "fp32"})
     assert "; ZeRO-1, fp32, " in "\n".join(dry_run(named, world_size=1))
