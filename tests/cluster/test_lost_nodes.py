@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ pytestmark = [
 class Nodes:
     """Three nodes, and a run on them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, slots: int = 1) -> None:
         self.folder = folder
         self.run = folder / "run"
         self._cluster = folder / "cluster"
@@ -88,7 +89,7 @@ class Nodes:
         tiny_corpus(folder, texts=random_texts(count=300, longest=400))
         (folder / "tiny.toml").write_text(SETTINGS, encoding="utf-8")
         (folder / "environment").write_text("", encoding="utf-8")
-        self.script("up", "3", str(self._cluster), SLOTS="1")
+        self.script("up", "3", str(self._cluster), SLOTS=str(slots))
 
     def script(self, *words: str, **variables: str) -> None:
         subprocess.run([CLUSTER, *words], env=os.environ | variables, check=True, timeout=120)
@@ -155,6 +156,11 @@ class Nodes:
                 with suppress(psutil.Error):
                     found[pid] = psutil.Process(pid).create_time()
         return found
+
+    def kill_process(self, node: str, name: str) -> None:
+        """Kill the process of this name on a node."""
+        (victim,) = (pid for pid in processes(self._cluster, node) if psutil.Process(pid).name() == name)
+        os.kill(victim, signal.SIGKILL)
 
     def wait_for_spare(self, node: str) -> None:
         """Wait until a spare node has joined the job, and its spare has imported everything."""
@@ -296,6 +302,26 @@ def test_rank_0_on_a_node_that_is_cut_off_is_replaced_and_never_writes_again(nod
     show_seconds(nodes)
     assert_written_by_one(nodes)
     assert_near(nodes, ranks=2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", [SPARE_NODE, SHRINK])
+def test_the_loss_of_one_agent_costs_its_node_and_not_the_job(settings: tuple[str, str], tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, slots=2)
+    try:
+        process = nodes.launch(*settings, "--train.num_lanes", "12")
+        nodes.wait_for_step(10, process)
+        if settings == SPARE_NODE:
+            nodes.wait_for_spare("node3")
+        nodes.kill_process("node2", "txl-agent-3")
+        nodes.wait_for_text("the agents on node2 end")
+        assert nodes.end(process) == 0, nodes.log[-6000:]
+        show_seconds(nodes)
+        assert_written_by_one(nodes)
+        assert nodes.records("event", "stopped") == []
+        assert {rank for record in nodes.records("event", "recovered") for rank in record["ranks"]} >= {2, 3}
+    finally:
+        nodes.down()
 
 
 @pytest.mark.nightly

@@ -107,9 +107,11 @@ def train(argv: Sequence[str]) -> int:
         return 0
     recover = arguments.settings.recover
     if recover.spares:
+        from txl_dist.distributed.recovery.seat import read_seat
         from txl_dist.distributed.recovery.spare import supervise
 
-        _check_spare_nodes(recover.spare_nodes)
+        if read_seat(os.environ) is None:  # the ranks that an agent starts have the number of ranks without spare nodes
+            _check_spare_nodes(recover.spare_nodes)
         supervise(["train", *argv], agent_options(arguments.settings))
     else:
         announce_ranks()

@@ -48,7 +48,7 @@ from txl_dist.distributed.recovery.server import CoordinatorServer
 from txl_dist.distributed.recovery.slot_file import SlotFile
 from txl_dist.distributed.recovery.spare_process import Child, SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
-from txl_dist.distributed.recovery.verdicts import CUT_OFF
+from txl_dist.distributed.recovery.verdicts import AGENT_LOST, CUT_OFF, Loss
 from txl_dist.errors import HANG
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -63,6 +63,8 @@ END_S = 10.0
 """Seconds that a rank has to end by itself after the job was ended. Then it is killed."""
 DUMP_S = 0.5
 """Seconds that a rank that hangs has to write its stack traces before it is killed."""
+NODE_ENDS_S = 10.0
+"""Seconds within which a launcher ends the other agents of a node that has lost one. DeepSpeed looks once a second."""
 BEGIN_S = 30.0
 """Seconds in which a replacement must connect after it was forked. Then it is killed."""
 LOOK_EVERY_S = 1.0
@@ -151,6 +153,9 @@ class Agent:
         """Time by which a replacement that was forked must connect."""
         self._cause = ""
         """Reason for which this agent has killed the rank's process, or an empty text."""
+        self._node_ends_by_s = 0.0
+        """Time until which a SIGTERM comes from a launcher that ends this node, because it has lost an agent."""
+        self._is_node_ending = False
         self._stop: tuple[int, int] | None = None
         """Last stop signal, and the process that it was sent to."""
         self._told_stop = ""
@@ -192,7 +197,9 @@ class Agent:
                 self._keep_joining(now_s)
             if self._deadline_s is not None and now_s > self._deadline_s:
                 self._signal(signal.SIGKILL)
-            code = self._look_at_rank(now_s)
+            code = HANG if self._is_node_ending else self._look_at_rank(now_s)
+        if self._is_node_ending and self._is_first_of_node:
+            say(f"the agents on {socket.gethostname()} end, because the launcher ends a node that has lost an agent")
         if self._coordinator is not None:
             self._coordinator.peer.close()
         if self._stop_file is not None and code:
@@ -222,6 +229,13 @@ class Agent:
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the rank. It may also be that of a launcher that ends the whole node after the loss of an
+        agent: then the job continues elsewhere, so the rank is killed before it can take part in a stop of the job.
+        """
+        if number == signal.SIGTERM and time.monotonic() < self._node_ends_by_s:
+            self._is_node_ending = True
+            self._signal(signal.SIGKILL)
+            return
         self._stop = (number, self._pid)
         self._signal(number)
         if self._is_idle and not self._is_welcome:
@@ -376,6 +390,10 @@ class Agent:
             self._lease_s = message["sent_s"]
         elif kind == "plan":
             self._is_welcome = True  # an agent that has lost its rank does not look for the job again
+            losses = [Loss(*loss) for loss in message["losses"]]
+            here = socket.gethostname()
+            if self._lease_s is not None and any(loss.host == here and loss.cause == AGENT_LOST for loss in losses):
+                self._node_ends_by_s = time.monotonic() + NODE_ENDS_S  # not on the node of rank 0, where the job ends
             self._plan = message
             self._is_idle = message["rank"] < 0
             if self._is_idle:

@@ -20,6 +20,7 @@ from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.agent import Agent
 from txl_dist.distributed.recovery.job_file import JobAddress, publish_job
 from txl_dist.distributed.recovery.seat import AgentOptions
+from txl_dist.distributed.recovery.verdicts import AGENT_LOST, Loss
 from txl_dist.errors import HANG
 
 AGENT = """
@@ -395,6 +396,22 @@ def test_after_a_pause_of_its_node_a_rank_is_killed_at_once_even_if_it_was_asked
     assert signals == []
     paused._look_at_lease(100.0)
     assert signals == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize(("lease_s", "host", "ends"), [(1.0, "", True), (1.0, "another", False), (None, "", False)])
+def test_a_sigterm_after_the_loss_of_another_agent_of_the_node_ends_the_node_and_not_the_job(
+    lease_s: float | None, host: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr(Agent, "_signal", lambda self, number: signals.append(number))
+    left = object.__new__(Agent)
+    left._rank_link, left._stop, left._lease_s, left._pid = None, None, lease_s, 7
+    left._node_ends_by_s, left._is_node_ending = 0.0, False
+    loss = Loss(3, host or socket.gethostname(), 9, AGENT_LOST, 5, "step", 0.1)
+    left._follow({"kind": "plan", "rank": 2, "losses": [list(loss)]})
+    left._forward(signal.SIGTERM, None)
+    assert (left._is_node_ending, left._stop is None) == (ends, ends)
+    assert signals == [signal.SIGKILL if ends else signal.SIGTERM]
 
 
 def test_the_exit_code_that_a_replacement_has_announced_counts_if_its_spare_has_ended(agents: Agents) -> None:
