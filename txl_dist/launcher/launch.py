@@ -27,10 +27,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from txl_dist.artifacts import DONE, LOG, STOP
+from txl_dist.artifacts import DONE, LOG, RECORDS, STOP
 from txl_dist.console.echo import echo
 from txl_dist.distributed.processes import command_of, group_members, parent_of, process_id
 from txl_dist.errors import HANG, REQUEUE, ConfigError
+from txl_dist.io.files import parse_object, read_bytes
 from txl_dist.launcher.output_filter import Strained, pattern_of_chatter
 from txl_dist.train.monitoring.preemption import LAUNCHED_BY
 
@@ -65,6 +66,7 @@ def launch_ranks(
     if shutil.which("deepspeed") is None:
         raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
     done_before = _stamp(run_dir / DONE)
+    records_before = _size(run_dir / RECORDS)
     wants_hostfile = any(flag.startswith(("-H", "--hostfile")) for flag in launcher_flags)
     if verbose:
         strained = None
@@ -95,6 +97,8 @@ def launch_ranks(
         time.sleep(0.2)
     if signals.ended_launcher and code == 1 and not is_done:  # what the launcher of several nodes makes of a signal
         code = REQUEUE
+    if code == SSH_FAILED and _was_stopped(run_dir / RECORDS, since=records_before):
+        code = REQUEUE  # a node was lost earlier, and the run has continued and saved without it
     result = exit_code(code, is_done=is_done, sent=signals.sent)
     word = last_word(result, launcher_code=code, run_dir=run_dir, has_agents=has_agents)
     if word:
@@ -253,6 +257,27 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes, or 0 if there is no file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _was_stopped(records: Path, *, since: int) -> bool:
+    """Return whether the run has saved and stopped by a request, as the last event in its records says.
+
+    Only records after the first `since` bytes count.
+    """
+    last = ""
+    with suppress(OSError, ValueError):  # a line that is not complete ends the search
+        for line in read_bytes(records)[since:].splitlines():
+            record = parse_object(line)
+            last = str(record["event"]) if record.get("kind") == "event" else last
+    return last == "stopped"
 
 
 def _die_with_parent() -> Callable[[], None] | None:

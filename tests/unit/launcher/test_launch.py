@@ -21,7 +21,7 @@ from txl_dist.config.load import Config
 from txl_dist.config.schema import TrainSection
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import HANG, REQUEUE, ConfigError
-from txl_dist.launcher.launch import exit_code, last_word, launch_ranks
+from txl_dist.launcher.launch import _was_stopped, exit_code, last_word, launch_ranks
 
 DEEPSPEED = f"""#!{sys.executable}
 import subprocess, sys
@@ -251,6 +251,24 @@ def test_when_the_wrapper_is_killed_the_launcher_ends_and_the_ranks_notice(folde
 def test_exit_codes(code: int, sent: set[int], expected: int) -> None:
     assert exit_code(code, is_done=False, sent=sent) == expected
     assert exit_code(code, is_done=True, sent=sent) == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "was_stopped"),
+    [
+        (['{"kind": "event", "event": "stopped"}'], True),
+        (['{"kind": "event", "event": "stopped"}', '{"kind": "train", "step": 3}', '{"kind": "ev'], True),
+        (['{"kind": "event", "event": "stopped"}', '{"kind": "event", "event": "start"}'], False),
+        ([], False),
+    ],
+)
+def test_a_run_that_was_stopped_is_known_by_the_last_event_of_this_start(
+    lines: list[str], was_stopped: bool, tmp_path: Path
+) -> None:
+    records, before = tmp_path / "metrics.jsonl", '{"kind": "event", "event": "stopped"}\n'
+    assert not _was_stopped(records, since=0)
+    records.write_text(before + "\n".join(lines), encoding="utf-8")
+    assert _was_stopped(records, since=len(before)) is was_stopped
 
 
 def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
