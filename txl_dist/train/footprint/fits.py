@@ -64,20 +64,23 @@ def check_fits(
         num_sharing = min(local_world_size(plan.world_size), plan.world_size)
     bound = bound_bytes(config, plan=plan, num_parameters=num_parameters, vocab_size=vocab_size, on_gpu=on_gpu)
 
+    counts_copies = makes_copies and not on_gpu
+
     def needed_for_copies(config: Config, plan: BatchPlan) -> float:
-        if not makes_copies or on_gpu:
-            return 0.0
         size = checkpoint_size(config, vocab_size=vocab_size)
         return copies_bytes(config, size, ranks=plan.world_size, ranks_per_node=num_sharing)
 
-    if num_sharing * (bound + needed_for_copies(config, plan)) <= room:
+    if counts_copies:
+        bound += needed_for_copies(config, plan)
+    if num_sharing * bound <= room:
         return
 
     def needed(config: Config, plan: BatchPlan) -> float:
         by_holder = bytes_per_rank(
             config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu, runs_triton=runs_triton(device)
         )
-        return num_sharing * (sum(by_holder.values()) + needed_for_copies(config, plan))
+        of_copies = needed_for_copies(config, plan) if counts_copies else 0.0
+        return num_sharing * (sum(by_holder.values()) + of_copies)
 
     def fits(change: Change, world_size: int = plan.world_size) -> bool:
         variant = changed(config, change)
@@ -91,8 +94,7 @@ def check_fits(
     size = needed(config, plan)
     if size * sure <= room:
         return
-    bytes_of_copies = num_sharing * needed_for_copies(config, plan)
-    changes = _changes_that_fit(config, plan, fits, on_gpu=on_gpu, has_copies=bytes_of_copies > 0)
+    changes = _changes_that_fit(config, plan, fits, on_gpu=on_gpu, has_copies=counts_copies)
     remedies = [_as_flags(change) for change in changes]
     if on_gpu:
         machines = ""
@@ -101,7 +103,8 @@ def check_fits(
     remedies += _ranks_that_fit(config, plan, fits, machines=machines)
     remedy = ", or with ".join(remedies)
     predicted = f"{size / 2**30:.1f} GiB"
-    if bytes_of_copies:
+    if counts_copies:
+        bytes_of_copies = num_sharing * needed_for_copies(config, plan)
         predicted += f" ({bytes_of_copies / 2**30:.1f} GiB of them for the copies of recover.spares=1)"
     left = f"{room / 2**30:.1f} GiB"
     if on_gpu:

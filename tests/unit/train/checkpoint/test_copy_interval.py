@@ -12,6 +12,7 @@ import torch
 
 from tests.unit.train.checkpoint.test_slots import engine_of, state_of
 from txl_dist.errors import ConfigError
+from txl_dist.train.checkpoint import recovery as recovery_file
 from txl_dist.train.checkpoint import slots
 from txl_dist.train.checkpoint.recovery import InJobRecovery
 from txl_dist.train.checkpoint.slots import Share
@@ -29,31 +30,37 @@ def recovery_in(folder: Path, *, copy_every: int = 1) -> InJobRecovery:
     return InJobRecovery(cast("Any", member), cast("Any", ranks), share=share, copy_every=copy_every, partner_every=1)
 
 
-def stored_steps(folder: Path, steps: list[int], *, copy_every: int, phase_begins: int = 0) -> list[int]:
+def stored_steps(
+    folder: Path, steps: list[int], *, monkeypatch: pytest.MonkeyPatch, copy_every: int, phase_begins: int = 0
+) -> list[int]:
     """Return those of the steps after which the state was copied. A phase begins after step `phase_begins`."""
     recovery = recovery_in(folder, copy_every=copy_every)
     stored: list[int] = []
     recovery._slots.store = lambda state, *_, **__: stored.append(state.step)  # type: ignore[method-assign]
+    monkeypatch.setattr(recovery_file, "barrier", lambda: None)
     for step in steps:
         state = cast("Any", SimpleNamespace(step=step))
-        recovery.store(state, cast("Any", None), {}, begins_phase=step == phase_begins)
+        store = recovery.store_beginning if step == phase_begins else recovery.store
+        store(state, cast("Any", None), {})
     recovery.close()
     return stored
 
 
-def test_the_state_is_copied_after_each_nth_step(tmp_path: Path) -> None:
-    assert stored_steps(tmp_path, list(range(1, 10)), copy_every=1) == list(range(1, 10))
-    assert stored_steps(tmp_path, list(range(1, 10)), copy_every=4) == [4, 8]
+def test_the_state_is_copied_after_each_nth_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert stored_steps(tmp_path, list(range(1, 10)), copy_every=1, monkeypatch=monkeypatch) == list(range(1, 10))
+    assert stored_steps(tmp_path, list(range(1, 10)), copy_every=4, monkeypatch=monkeypatch) == [4, 8]
 
 
 def test_the_first_step_after_a_rewind_is_copied_because_the_copies_are_of_steps_that_were_given_up(
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert stored_steps(tmp_path, [7, 8, 9, 10, 6, 7, 8], copy_every=4) == [8, 6, 8]
+    assert stored_steps(tmp_path, [7, 8, 9, 10, 6, 7, 8], copy_every=4, monkeypatch=monkeypatch) == [8, 6, 8]
 
 
-def test_the_state_with_which_a_phase_begins_is_copied_after_any_step(tmp_path: Path) -> None:
-    assert stored_steps(tmp_path, [6, 7], copy_every=4, phase_begins=6) == [6]
+def test_the_state_with_which_a_phase_begins_is_copied_after_any_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert stored_steps(tmp_path, [6, 7], copy_every=4, phase_begins=6, monkeypatch=monkeypatch) == [6]
 
 
 @pytest.mark.parametrize("generation", [1, 2])
