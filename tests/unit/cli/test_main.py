@@ -14,7 +14,8 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from txl_dist import __version__
-from txl_dist.cli.main import COMMANDS, main
+from txl_dist.cli.main import COMMANDS, main, train
+from txl_dist.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -98,7 +99,8 @@ def test_a_switch_among_the_settings_is_true_where_no_value_follows(
 def test_every_help_is_answered_without_importing_a_heavy_library() -> None:
     code = """
 import contextlib, io, sys
-from txl_dist.cli.main import COMMANDS, main
+from txl_dist.cli.main import COMMANDS, main, train
+from txl_dist.errors import ConfigError
 for arguments in [[], ["--help"], ["-h"], ["--version"], *([command, "--help"] for command in COMMANDS)]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -360,3 +362,27 @@ def test_help_with_a_command_behind_it_is_that_commands_help(capsys: pytest.Capt
         main(["help", "verify"])
     assert not stop.value.code
     assert "usage: txl verify" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_rank", [False, True])
+def test_spare_nodes_are_counted_only_before_the_agents_start(
+    config_file: Path, is_rank: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StartedError(Exception):
+        pass
+
+    def supervise(*_: object) -> None:
+        raise StartedError
+
+    monkeypatch.setattr("txl_dist.distributed.recovery.spare.supervise", supervise)
+    monkeypatch.setattr("txl_dist.distributed.recovery.seat.read_seat", lambda _: object() if is_rank else None)
+    # Two nodes of ranks and two spare ones, with a process each: ranks are told of two processes, and agents of four.
+    place = {"RANK": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "node1", "MASTER_PORT": 29500}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    words = [str(config_file), "--recover.spares", "1", "--recover.spare_nodes", "2", "--recover.copies", "partner"]
+    with pytest.raises(StartedError if is_rank else ConfigError, match=None if is_rank else "leaves no rank of 2"):
+        train(words)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(StartedError):
+        train(words)

@@ -25,6 +25,7 @@ from txl_dist.train.engine.precision import (
     gpu_support,
     needs_support,
     product_speedup,
+    warn_of_slow_inference,
 )
 from txl_dist.train.run_dir import kept_precision
 from txl_dist.train.run_plan import plan_run
@@ -88,6 +89,18 @@ def test_a_new_run_is_in_bf16_only_if_every_rank_is_fast() -> None:
     assert mixed.word == "fp32"
     assert mixed.reason == f"2 of 4 ranks without fast bf16, the first is rank 1 ({SLOW.reason})"
     assert not mixed.warnings
+
+
+def test_inference_on_several_ranks_warns_of_a_slow_rank_that_is_not_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(precision_file, "run_on_all_ranks", lambda action: FAST)
+    monkeypatch.setattr(precision_file, "gather_objects", lambda answer: [answer, SLOW])
+    monkeypatch.setattr(precision_file, "warn_for_all", lambda message, *values: warnings.append(message % values))
+    warn_of_slow_inference("fp32", torch.device("cpu"))
+    assert warnings == []
+    warn_of_slow_inference("bf16", torch.device("cpu"))
+    (warning,) = warnings
+    assert "1 of 2 ranks without fast bf16, the first is rank 1" in warning
 
 
 def test_a_run_that_continues_keeps_its_precision_and_says_when_it_is_slow() -> None:
