@@ -63,7 +63,6 @@ def check_fits(
     else:
         num_sharing = min(local_world_size(plan.world_size), plan.world_size)
     bound = bound_bytes(config, plan=plan, num_parameters=num_parameters, vocab_size=vocab_size, on_gpu=on_gpu)
-
     counts_copies = makes_copies and not on_gpu
 
     def needed_for_copies(config: Config, plan: BatchPlan) -> float:
