@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import closing
 
 import pytest
 
+from tests.helpers.open_files import open_files
 from txl_dist.distributed.recovery import partner, slot_file
 from txl_dist.distributed.recovery.partner import PartnerAddress, PartnerConnection, PartnerServer, partner_of
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, NO_VERSION, SlotFile, SlotHead, Version, slot_to_replace
@@ -107,13 +107,11 @@ def test_a_new_process_of_a_rank_does_not_wait_for_the_silent_connection_of_the_
 
 def test_many_versions_need_no_more_descriptors_than_two(rank: PartnerConnection) -> None:
     slot = new_slot()
-    for serial in (1, 2):
-        rank.put(fill(slot, serial), kept=serial - 1)
-    gc.collect()  # objects of earlier tests may hold descriptors
-    before = len(os.listdir("/proc/self/fd"))
-    for serial in range(3, 20):
-        rank.put(fill(slot, serial), kept=serial - 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    counts = []
+    for serial in range(1, 20):
+        rank.put(fill(slot, serial, rank=907), kept=serial - 1)
+        counts.append(len(open_files("/memfd:txl_partner_907 ")))
+    assert counts[1:] == [4] * 18  # each of the two slots has its file and its mapping
 
 
 def test_content_that_does_not_have_its_checksum_is_refused(rank: PartnerConnection) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.open_files import open_files
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.recovery.slot_file import SlotFile
 from txl_dist.errors import CheckpointError, ConfigError, TrainingError
@@ -373,12 +374,11 @@ def test_a_rank_that_is_lost_while_others_read_leaves_no_descriptor_open(
     for _ in range(2):  # the first time also maps slots that stay open
         with pytest.raises(ConnectionError):
             ranks.slots[0].newest_common()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append(len(open_files(str(tmp_path))))
     assert counts[0] == counts[1]
 
 
 def test_reading_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     ranks = Ranks(monkeypatch, tmp_path, 2)
     for rank, slots in enumerate(ranks.slots):
         store(slots, 1, start=10 * rank)
@@ -388,5 +388,4 @@ def test_reading_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch, tmp_
     assert read.source.read("weight", "w", start=0, length=1).tolist() == [1.0]
     del read, slots
     ranks.slots.clear()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert open_files(str(tmp_path)) == []
