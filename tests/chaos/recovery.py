@@ -499,6 +499,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
 
 
 def endurance(lab: Lab) -> Iterator[Trial]:
-    """Recovery for many minutes: a storm of 100 kills, and a busy machine."""
-    yield partial(storm, lab, kills=100, stage=1, ranks=2)
+    """Recovery for many minutes: storms of 100 kills, and a busy machine."""
+    for stage in (0, 1, 2, 3):
+        yield partial(storm, lab, kills=100, stage=stage, ranks=2)
     yield partial(busy, lab, minutes=10)
