@@ -8,7 +8,7 @@ Before the run is opened, only its lock is written. So a run that is refused lea
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 
 from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints, newest_step
 from txl_dist.config.load import Config, configure
-from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.config.schema import paths_of_sets
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
@@ -45,6 +44,7 @@ from txl_dist.errors import (
 )
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
+from txl_dist.train.alike import check_ranks_alike
 from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
@@ -125,6 +125,7 @@ def pretrain(
             stop_file=run_dir / STOP if ranks.is_rank0 else None, max_time_s=max_time_s if ranks.is_rank0 else 0.0
         )
         stack.callback(stops.close)
+        check_ranks_alike(config)
         watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
         stack.callback(watchdog.close)
         try:
@@ -175,7 +176,8 @@ def _pretrain_with_recovery(
                         )
                     )
                 start_logging(rank=ranks.rank)
-                if member.generation == 1:
+                with member.connecting():
+                    check_ranks_alike(config)  # first: a rank without recovery has no coordinator
                     member.share_coordinator()
                 if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):
                     resume = "auto"  # the run has begun, so it continues from its own checkpoints
@@ -202,7 +204,6 @@ def _train(
     """
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
-    _check_plugins()
     precision = _choose_precision(config, ranks, resume=resume)
     plan = run_on_all_ranks(lambda: plan_run(config, ranks, precision=precision))
     run_on_rank0(lambda: check_run_dir(run_dir, config))
@@ -433,25 +434,6 @@ def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) ->
         f"pretrain: {config!r:.200} is not a configuration. Give a Config, the path of a TOML file, or a dictionary of "
         "sections."
     )
-
-
-def _check_plugins() -> None:
-    """Check that all ranks have loaded the same plugins in the same versions. Raises ConfigError on all ranks."""
-    gathered = gather_objects(loaded_plugins())
-    for rank, plugins in enumerate(gathered):
-        if plugins != gathered[0]:
-            raise raised_everywhere(
-                ConfigError(
-                    f"plugins differ between ranks: rank 0 has {_describe_plugins(gathered[0])}, but rank {rank} has "
-                    f"{_describe_plugins(plugins)}. Install the same version on every node."
-                )
-            )
-
-
-def _describe_plugins(plugins: Iterable[Plugin]) -> str:
-    """Return names, versions and hashes of plugins as text, or "none" if there are no plugins."""
-    described = [f"{plugin.name} {plugin.version} ({plugin.sha256[:12]})".replace("  ", " ") for plugin in plugins]
-    return ", ".join(described) or "none"
 
 
 def _check_fits(plan: RunPlan, *, makes_copies: bool) -> None:

@@ -265,19 +265,28 @@ class Member:
                 self._stacks.unlink()
             self._stacks.parent.rmdir()
 
-    def share_coordinator(self) -> None:
-        """Give all agents the address of the coordinator, in the first generation. All ranks call it together.
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Return a context manager for the first exchange of the ranks in a generation.
 
-        Raises LostRankError if a rank was lost or does not answer. It cannot be replaced yet.
+        In the first generation, no agent but that of rank 0 knows the coordinator yet, so no rank can be replaced.
+        LostRankError is raised if a rank was lost or does not answer.
         """
         try:
-            port, key = broadcast_object(self._seat.coordinator if get_rank() == 0 else ["", ""])
+            yield
         except RuntimeError as error:  # torch's errors of collectives are RuntimeErrors
+            if self.generation > 1:
+                raise
             raise LostRankError(
                 "another rank was lost or did not answer before all ranks had connected to each other "
                 f"({first_line(error)}). The same command starts again."
             ) from error
-        self._tell({"kind": "coordinator", "host": _meeting_host(), "port": int(port), "key": key})
+
+    def share_coordinator(self) -> None:
+        """Give all agents the address of the coordinator, in the first generation. All ranks call it together."""
+        if self.generation == 1:
+            port, key = broadcast_object(self._seat.coordinator if get_rank() == 0 else ["", ""])
+            self._tell({"kind": "coordinator", "host": _meeting_host(), "port": int(port), "key": key})
 
     def open_store(self) -> Store | None:
         """Return the store through which the ranks of this generation connect. None means the launcher's rendezvous."""

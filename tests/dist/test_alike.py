@@ -1,0 +1,79 @@
+"""Ranks that were started with other settings are refused by name, before they wait for each other forever."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import forked
+from tests.helpers.corpora import tiny_corpus
+from tests.helpers.supervised import run_supervised
+from txl_dist.distributed.rendezvous import free_port
+
+pytestmark = pytest.mark.dist
+
+SMALL = """
+[model]
+num_layers = 1
+width = 16
+num_heads = 2
+head_width = 8
+ff_width = 16
+[train]
+num_lanes = 2
+microbatch_lanes = 1
+segment_len = 8
+memory_len = 8
+max_steps = 2
+[eval]
+every_steps = 0
+"""
+
+
+def run_nodes(folder: Path, *words_of_ranks: tuple[str, ...]) -> tuple[list[int | None], list[str]]:
+    """`txl train` on ranks that are each on a node of their own, with words of their own. Returns (codes, errors)."""
+    port, processes = free_port(), []
+    (folder / "small.toml").write_text(SMALL, encoding="utf-8")
+    for rank, words in enumerate(words_of_ranks):
+        place = forked.place_on_node(rank, len(words_of_ranks), port, num_nodes=len(words_of_ranks))
+        program = run_supervised if "--recover.spares" in words else forked.run_txl
+        command = ("train", "small.toml", "--run.dir", "run", *words)
+        err = folder / f"err-{rank}"
+        processes.append(forked.start(program, *command, variables=forked.environment(**place), cwd=folder, err=err))
+    codes = []
+    for process in processes:
+        process.join(60)
+        codes.append(process.exitcode)
+        process.kill()
+    return codes, [(folder / f"err-{rank}").read_text(encoding="utf-8") for rank in range(len(words_of_ranks))]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [
+        (("--optim.lr", "0.001"), ("--optim.lr", "0.002"), "optim.lr is 0.001 on rank 0, but 0.002 on rank 1"),
+        (("--recover.spares", "1"), (), "recover.spares is 1 on rank 0, but 0 on rank 1"),
+        ((), ("--recover.spares", "1"), "recover.spares is 0 on rank 0, but 1 on rank 1"),
+    ],
+    ids=["another learning rate", "only the first node with spares", "only the second node with spares"],
+)
+def test_nodes_with_different_settings_are_refused_on_all_ranks(
+    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], difference: str
+) -> None:
+    corpus = ("--data.path", str(tiny_corpus(tmp_path).folder))
+    codes, errors = run_nodes(tmp_path, (*corpus, *first), (*corpus, *second))
+    assert codes == [2, 2], errors
+    said = "".join(errors)
+    assert f"settings differ between ranks: {difference}. Rank 0 has other settings than rank 1. Start all" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_nodes_may_have_paths_and_threads_of_their_own(tmp_path: Path) -> None:
+    corpus = tiny_corpus(tmp_path).folder
+    copy = shutil.copytree(corpus, tmp_path / "copy")
+    settings = (("--data.path", str(corpus)), ("--data.path", str(copy), "--engine.num_threads", "1"))
+    codes, errors = run_nodes(tmp_path, *settings)
+    assert codes == [0, 0], errors
