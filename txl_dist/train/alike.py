@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from txl_dist.config.load import Config, flat
@@ -44,36 +44,41 @@ def check_ranks_alike(config: Config) -> None:
     All ranks call it together. Raises ConfigError on all ranks.
     """
     settings = {key: value for key, value in flat(config) if key not in _OF_A_NODE}
-    content = json.dumps(settings, sort_keys=True)
-    gathered = gather_objects((loaded_plugins(), hashlib.sha256(content.encode()).hexdigest()))
-    first_plugins, first_hash = gathered[0]
-    for rank, (plugins, _) in enumerate(gathered):
-        if plugins != first_plugins:
-            raise raised_everywhere(
-                ConfigError(
-                    f"plugins differ between ranks: rank 0 has {_describe_plugins(first_plugins)}, but rank {rank} has "
-                    f"{_describe_plugins(plugins)}. Install the same version on every node."
-                )
-            )
-    others = [rank for rank, (_, other_hash) in enumerate(gathered) if other_hash != first_hash]
-    if others:
-        by_rank = gather_objects(settings)
-        differences = _describe_differences(by_rank[0], by_rank[others[0]], rank=others[0])
-        raise raised_everywhere(
-            ConfigError(
-                f"settings differ between ranks: {differences}. Rank 0 has other settings than {format_ranks(others)}. "
-                "Start all nodes with the same configuration file and options."
-            )
-        )
+    settings_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    gathered = gather_objects((loaded_plugins(), settings_hash))
+    problem = plugin_problem([plugins for plugins, _ in gathered])
+    if not problem and len({other_hash for _, other_hash in gathered}) > 1:
+        problem = settings_problem(gather_objects(settings))
+    if problem:
+        raise raised_everywhere(ConfigError(problem))
 
 
-def _describe_differences(first: dict[str, Any], other: dict[str, Any], *, rank: int) -> str:
-    """Return the settings of a rank that differ from those of rank 0, with both values, as text."""
+def plugin_problem(by_rank: Sequence[Sequence[Plugin]]) -> str:
+    """Return a message if a rank has other plugins than rank 0, or an empty text."""
+    for rank, plugins in enumerate(by_rank):
+        if plugins != by_rank[0]:
+            return (
+                f"plugins differ between ranks: rank 0 has {_describe_plugins(by_rank[0])}, but rank {rank} has "
+                f"{_describe_plugins(plugins)}. Install the same version on every node."
+            )
+    return ""
+
+
+def settings_problem(by_rank: Sequence[Mapping[str, Any]]) -> str:
+    """Return a message if a rank has other settings than rank 0, or an empty text. Settings are by `section.key`."""
+    first = by_rank[0]
+    others = [rank for rank, settings in enumerate(by_rank) if settings != first]
+    if not others:
+        return ""
+    other = by_rank[others[0]]
     keys = [key for key in first if other[key] != first[key]]
-    named = [f"{key} is {first[key]!r} on rank 0, but {other[key]!r} on rank {rank}" for key in keys[:_MOST_NAMED]]
+    named = [f"{key} is {first[key]!r} on rank 0, but {other[key]!r} on rank {others[0]}" for key in keys[:_MOST_NAMED]]
     if len(keys) > _MOST_NAMED:
         named.append(f"and {counted(len(keys) - _MOST_NAMED, 'further setting')}")
-    return "; ".join(named)
+    return (
+        f"settings differ between ranks: {'; '.join(named)}. Rank 0 has other settings than {format_ranks(others)}. "
+        "Start all nodes with the same configuration file and options."
+    )
 
 
 def _describe_plugins(plugins: Iterable[Plugin]) -> str:

@@ -1,0 +1,30 @@
+"""Messages about ranks that differ: which settings or plugins, and on which ranks."""
+
+from __future__ import annotations
+
+from txl_dist.config.registry import Plugin
+from txl_dist.train.alike import plugin_problem, settings_problem
+
+
+def test_the_first_three_settings_that_differ_are_named_with_all_ranks_that_differ() -> None:
+    first = {"train.max_steps": 9, "optim.lr": 0.1, "model.width": 8, "run.seed": 1, "metrics.wandb": ""}
+    other = {"train.max_steps": 9, "optim.lr": 0.2, "model.width": 16, "run.seed": 2, "metrics.wandb": "x"}
+    assert settings_problem([first, first, other, other, first, other]) == (
+        "settings differ between ranks: optim.lr is 0.1 on rank 0, but 0.2 on rank 2; model.width is 8 on rank 0, but "
+        "16 on rank 2; run.seed is 1 on rank 0, but 2 on rank 2; and 1 further setting. Rank 0 has other settings than "
+        "ranks 2-3, 5. Start all nodes with the same configuration file and options."
+    )
+
+
+def test_a_rank_with_another_version_of_a_plugin_is_named() -> None:
+    old, new = (Plugin("mine", version, "0123456789abcdef") for version in ("1.0", "1.1"))
+    assert plugin_problem([(old,), (old,), (new,)]) == (
+        "plugins differ between ranks: rank 0 has mine 1.0 (0123456789ab), but rank 2 has mine 1.1 (0123456789ab). "
+        "Install the same version on every node."
+    )
+    assert plugin_problem([(old,), ()]).startswith("plugins differ between ranks: rank 0 has mine 1.0 (0123456789ab), ")
+
+
+def test_equal_ranks_have_no_problem() -> None:
+    assert settings_problem([{"optim.lr": 0.1}, {"optim.lr": 0.1}]) == ""
+    assert plugin_problem([(), ()]) == ""
