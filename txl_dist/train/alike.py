@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from txl_dist.config.load import Config, flat
@@ -64,15 +64,17 @@ def plugin_problem(by_rank: Sequence[Sequence[Plugin]]) -> str:
     return ""
 
 
-def settings_problem(by_rank: Sequence[Mapping[str, Any]]) -> str:
+def settings_problem(by_rank: Sequence[dict[str, Any]]) -> str:
     """Return a message if a rank has other settings than rank 0, or an empty text. Settings are by `section.key`."""
     first = by_rank[0]
     others = [rank for rank, settings in enumerate(by_rank) if settings != first]
     if not others:
         return ""
     other = by_rank[others[0]]
-    keys = [key for key in first if other[key] != first[key]]
-    named = [f"{key} is {first[key]!r} on rank 0, but {other[key]!r} on rank {others[0]}" for key in keys[:_MOST_NAMED]]
+    keys = [key for key in first | other if first.get(key) != other.get(key)]  # another version has other keys
+    named = []
+    for key in keys[:_MOST_NAMED]:
+        named.append(f"{key} is {first.get(key)!r} on rank 0, but {other.get(key)!r} on rank {others[0]}")
     if len(keys) > _MOST_NAMED:
         named.append(f"and {counted(len(keys) - _MOST_NAMED, 'further setting')}")
     return (
