@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 import traceback
 
 from tests.helpers.forked import run_txl
@@ -34,11 +33,6 @@ class Forked:
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.01)
-        return self._code or 0
 
 
 def run_supervised(*words: str) -> None:

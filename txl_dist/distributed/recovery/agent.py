@@ -268,30 +268,42 @@ class Agent:
     def _hear(self, connection: Connection) -> None:
         """Act on the messages of a process of this node."""
         try:
-            for message in connection.receive():
-                self._act(connection, message)
+            messages = connection.receive()
         except (OSError, ValueError):
-            self._selector.unregister(connection.peer)
-            connection.peer.close()
+            self._disconnect(connection)
             if connection is self._rank_link:
                 self._rank_link = None
                 if self._pid > 0:  # else its end was noticed before
                     self._closed_s = time.monotonic()
             elif self._spare.is_at(connection):
                 self._spare.disconnect()
+            return
+        for message in messages:
+            self._act(connection, message)
+
+    def _hear_rest(self) -> None:
+        """Act on what the rank's process had sent before it ended, and close its connection."""
+        while self._rank_link is not None and select.select([self._rank_link.peer], [], [], 0)[0]:
+            self._hear(self._rank_link)
+        if self._rank_link is not None:  # a child of that process holds the other end
+            self._disconnect(self._rank_link)
+            self._rank_link = None
+
+    def _disconnect(self, connection: Connection) -> None:
+        """Close the connection to a process of this node."""
+        self._selector.unregister(connection.peer)
+        connection.peer.close()
 
     def _act(self, connection: Connection, message: Message) -> None:
         """Act on one message of a process of this node."""
         kind = message["kind"]
         now_s = time.monotonic()
         if kind == "rank" and self._rank_link is not None:
-            self._selector.unregister(connection.peer)  # a second replacement, which ends without its agent
-            connection.peer.close()
+            self._disconnect(connection)  # a second replacement, which ends without its agent
         elif kind == "rank":
             self._rank_link = connection
             self._has_joined = True
-            self._closed_s = None
-            self._begin_by_s = None
+            self._forget_process()
             self._pid = int(message["pid"])
             self._tell_coordinator({"kind": "started", "pid": self._pid})
             if self._plan is not None and self._plan["rank"] >= 0:
@@ -409,6 +421,9 @@ class Agent:
                 self._signal(signal.SIGABRT)
                 time.sleep(DUMP_S)
             self._signal(signal.SIGKILL)
+        elif kind == "stop":  # from an agent that has no rank
+            self._stop = (signal.SIGTERM, self._pid)
+            self._signal(signal.SIGTERM)
         elif kind == "end":
             self._end(message)
 
@@ -486,11 +501,16 @@ class Agent:
             end_s = time.monotonic() + CAUSE_S
             while self._child.poll() is None and time.monotonic() < end_s:  # it may be inside the kernel, without end
                 time.sleep(TICK_S)
+        self._forget_process()
+        self._page.clear()
+
+    def _forget_process(self) -> None:
+        """Forget the rank's process, and what was noticed about its end."""
         self._pid = 0
         self._exit_status = None
         self._closed_s = None
         self._begin_by_s = None
-        self._page.clear()
+        self._cause = ""
 
     def _lose_coordinator(self) -> None:
         """End the rank, because no one can replace it any more. At the end of a run the rank ends by itself."""
@@ -551,7 +571,7 @@ class Agent:
         At other times the ranks obey it. The signal handler itself must not send: it may have interrupted a message.
         Agent 0 looks for the file STOP while it has no process, because then there may be no rank to do that.
         """
-        if self._stop is not None and not self._is_idle:
+        if self._stop is not None:
             self._ask_to_stop(signal.Signals(self._stop[0]).name)
         elif self._server is not None and self._pid == 0 and now_s > self._next_look_s:
             self._next_look_s = now_s + LOOK_EVERY_S
@@ -564,7 +584,7 @@ class Agent:
         """Send a request to stop to the coordinator, once."""
         if reason != self._told_stop and self._coordinator is not None:
             self._told_stop = reason
-            self._tell_coordinator({"kind": "stop", "reason": reason})
+            self._tell_coordinator({"kind": "stop", "reason": reason, "withdrawn": ""})
 
     def _look_at_rank(self, now_s: float) -> int | None:
         """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""
@@ -582,6 +602,7 @@ class Agent:
                 return None
             # Its parent is gone too. The spare of a node ends with the node's first agent, at the end of a run too.
             self._exit_status = self._announced_code if self._is_leaving else -signal.SIGKILL
+        self._hear_rest()
         code = self._exit_status
         if self._deadline_s is not None and not self._is_leaving:
             return self._end_code
@@ -591,12 +612,9 @@ class Agent:
                 self._say_end(code)
             self._tell_coordinator({"kind": "left", "code": exit_code})
             return exit_code
-        self._exit_status = None
-        self._closed_s = None
-        self._pid = 0
         cause = self._cause or signal.Signals(-code).name
         died = {"kind": "died", "cause": cause, "status": self._page.read()}
-        self._cause = ""
+        self._forget_process()
         self._page.clear()
         self._tell_coordinator(died)
         return None

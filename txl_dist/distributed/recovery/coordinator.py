@@ -182,7 +182,7 @@ class Coordinator:
         self._is_complete = False  # whether all ranks have had an agent
         self._port = 0
         self._say_s = 0.0  # time of the next line about ranks that the job waits for
-        self._stop = ""  # request to stop the job, for instance SIGTERM
+        self._stops: dict[str, None] = {}  # requests to stop the job, for instance SIGTERM, the first one first
 
     def take_messages(self) -> list[Outgoing]:
         """Return the messages to deliver since the last call.
@@ -232,7 +232,7 @@ class Coordinator:
         if kind == "left":
             return partial(self._leave, number, int(message["code"]))
         if kind == "stop":
-            return partial(self._note_stop, str(message["reason"]))
+            return partial(self._note_stop, number, str(message["reason"]), withdrawn=str(message["withdrawn"]))
         raise ValueError(f"the message {kind!r} is unknown")
 
     def lose_agent(self, number: int, now_s: float) -> None:
@@ -249,7 +249,7 @@ class Coordinator:
             if not was_connected or lost.has_left or lost.rank < 0 or self.is_ended:
                 continue
             if all(agent.has_left for agent in self._ranked.values() if agent is not lost) and self._world_size > 1:
-                self.is_ended = True  # ranks leave together, so this rank has finished the run too
+                self._finish()  # ranks leave together, so this rank has finished the run too
                 self.lines.append(f"the agent of rank {lost.rank} on {lost.host} was lost after the end of the run")
                 return
             why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
@@ -338,7 +338,7 @@ class Coordinator:
             node=message["node"],
             address=message["address"],
             seat=message["seat"],
-            pid=message["pid"],
+            pid=int(message["pid"]),
             process=message["process"],
             partner=message["partner"],
             heard_s=now_s,
@@ -353,7 +353,7 @@ class Coordinator:
             self._is_complete = len(self._ranked) == self._world_size
             self._met_s = now_s  # a rank that has waited long for the last one has not hung
             return
-        agent.is_alive = False
+        agent.is_alive = agent.pid > 0
         self._send(number, {"kind": "welcome"})
         self.lines.append(f"agent {number} on {agent.host} has joined the job")
         if earlier is not None and earlier.rank >= 0:
@@ -371,6 +371,7 @@ class Coordinator:
         agent.pid = pid
         agent.is_unfilled = False
         agent.is_stuck = False
+        agent.kill = ""  # an order to kill was about the process before
         if agent.rank < 0:
             self._send(number, {"kind": "kill", "dump": False})
             return
@@ -575,7 +576,8 @@ class Coordinator:
     def _become_ready(self, number: int, generation: int, port: int, now_s: float) -> None:
         """Note that a rank waits for the others. Once all ranks wait, tell them where to meet."""
         agent = self._agents[number]
-        agent.is_alive = True
+        if not agent.is_alive:  # a late message of a process that has died
+            return
         agent.ready = generation
         if agent.rank == 0:
             self._port = port
@@ -613,13 +615,17 @@ class Coordinator:
         if code:
             self._fail(number, code=code, reason=f"exit code {code}")
         elif all(agent.has_left for agent in self._ranked.values()) and not self.is_ended:
-            self.is_ended = True
-            for other, agent in self._agents.items():
-                if agent.rank < 0:
-                    self._send(other, {"kind": "end", "code": 0, "reason": ""})
+            self._finish()
         elif not self._has_met:
             agent = self._agents[number]
             self.end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
+
+    def _finish(self) -> None:
+        """Note that the run is done, and let the agents without a rank end."""
+        self.is_ended = True
+        for number, agent in self._agents.items():
+            if agent.rank < 0:
+                self._send(number, {"kind": "end", "code": 0, "reason": ""})
 
     def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
@@ -629,9 +635,16 @@ class Coordinator:
             reason = f"rank {agent.rank} on {agent.host} failed: {reason}"
             self._send_to_all({"kind": "end", "code": code, "reason": reason})
 
-    def _note_stop(self, reason: str) -> None:
-        """Note a request to stop the job. The first one counts."""
-        self._stop = self._stop or reason
+    def _note_stop(self, number: int, reason: str, *, withdrawn: str) -> None:
+        """Note a request to stop the job, in place of an earlier one. Either text may be empty.
+
+        A rank obeys its own agent's request, but an agent without a rank has nobody to pass it on to but rank 0.
+        """
+        self._stops.pop(withdrawn, None)
+        if reason:
+            self._stops.setdefault(reason)
+        if reason and self._agents[number].rank < 0 and not self.is_ended:
+            self._send(next(iter(self._ranked)), {"kind": "stop"})
 
     def _judge_regroup(self, now_s: float) -> None:
         """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long."""
@@ -658,8 +671,8 @@ class Coordinator:
         if now_s > self._planned_s + READY_S:
             missing = [agent for agent in self._ranked.values() if not agent.is_alive]
         where = ", ".join(f"rank {agent.rank} on {agent.host}" for agent in missing)
-        if missing and self._stop and not self.is_ended:
-            self.end(f"it was asked to stop by {self._stop} while it waited for {where}")
+        if missing and self._stops and not self.is_ended:
+            self.end(f"it was asked to stop by {next(iter(self._stops))} while it waited for {where}")
         elif unfilled and now_s >= self._say_s and not self.is_ended:
             self._say_s = now_s + SAY_EVERY_S
             waited_min = round((now_s - self._planned_s) / 60)

@@ -4,6 +4,8 @@
       ^                 |                            |                                   |
       +-----------------+----------------------------+-----------------------------------+  dead or silent: killed
 
+The agent never waits here: a killed process that is inside the kernel may not end for minutes.
+
 The spare that follows gets the requests that its predecessor has not answered. After `ATTEMPTS` failures in a row the
 requests are given back to the caller, so no rank waits forever for a replacement.
 """
@@ -28,6 +30,8 @@ PING_EVERY_S = 10.0
 END_S = 2.0
 """Seconds in which a spare ends by itself when its connection ends. It may take a second to look for stopped
 replacements."""
+RETRY_S = 1.0
+"""Seconds between two attempts to start a process, for instance while the system has reached its limit of processes."""
 ATTEMPTS = 3
 """Number of spares in a row that may fail, before a request for a replacement is given back."""
 
@@ -44,9 +48,6 @@ class Child(Protocol):
 
     def kill(self) -> None:
         """Send SIGKILL to the process."""
-
-    def wait(self) -> int:
-        """Wait for the end of the process, and return its exit code."""
 
 
 class SpareProcess:
@@ -69,13 +70,24 @@ class SpareProcess:
         """Time of the next question to an idle spare."""
         self._num_failed = 0
         """Number of spares that have failed since the last answer of one."""
+        self._start_error: OSError | None = None
+        """Error of the last attempt to start a spare, until `look` acts on it at `_retry_s`."""
+        self._retry_s = 0.0
+        self._killed: list[Child] = []
+        """Spares that were killed and may not have ended."""
 
     def ensure(self, now_s: float) -> None:
-        """Start a spare if there is none."""
-        if self._child is None:
+        """Start a spare if there is none. If the system starts no process now, `look` tries again."""
+        if self._child is not None or self._start_error is not None:
+            return
+        try:
             self._child = self._start()
-            self._num_sent = 0
-            self._due_s = now_s + START_S
+        except OSError as error:
+            self._start_error = error
+            self._retry_s = now_s + RETRY_S
+            return
+        self._num_sent = 0
+        self._due_s = now_s + START_S
 
     def request(self, seat: list[object], now_s: float) -> None:
         """Ask for a replacement with this seat. A request that is still open is not repeated."""
@@ -114,6 +126,10 @@ class SpareProcess:
         Returns the seats whose requests are given back after `ATTEMPTS` failures in a row. Otherwise returns an empty
         list.
         """
+        self._killed = [child for child in self._killed if child.poll() is None]
+        if self._start_error is not None and now_s > self._retry_s:
+            error, self._start_error = self._start_error, None
+            return self._count_failure(f"cannot be started: {error}", now_s)
         if self._child is None:
             return []
         if self._is_lost or self._child.poll() is not None:
@@ -161,17 +177,21 @@ class SpareProcess:
         assert self._child is not None
         pid = self._child.pid
         self._child.kill()
-        self._child.wait()
+        self._killed.append(self._child)
         self._child = None
         self._link = None
         self._is_lost = False
         self._due_s = 0.0
+        return self._count_failure(f"(pid {pid}) {how}", now_s)
+
+    def _count_failure(self, how: str, now_s: float) -> list[list[object]]:
+        """Say that a spare has failed, and start another one. Returns the requests if too many have failed."""
         self._num_failed += 1
         if self._num_failed < ATTEMPTS:
             then = "Another one is started"
         else:
             then = f"It was number {self._num_failed} in a row to fail, so none is started"
-        say(f"the spare on {socket.gethostname()} (pid {pid}) {how}. {then}")
+        say(f"the spare on {socket.gethostname()} {how}. {then}")
         if self._num_failed < ATTEMPTS:
             self.ensure(now_s)
             return []

@@ -356,7 +356,8 @@ class StateSlots:
             slot = None
             if world_size == self._world_size:
                 slot = self._find(Version(serial, world_size, self._rank), by_agent)
-            if all(gather_objects(slot is not None and self._has_share(slot))):
+            places = gather_objects(self._place_in(slot) if slot is not None else None)
+            if places[0] is not None and all(place == places[0] for place in places):
                 assert slot is not None
                 self._newest = serial
                 return self._read(slot)
@@ -376,10 +377,12 @@ class StateSlots:
         if self._partner is not None:
             self._partner.close()
 
-    def _has_share(self, slot: _Slot) -> bool:
-        """Return whether a version has this rank's present share. Then the ranks of each node have all weights."""
+    def _place_in(self, slot: _Slot) -> object:
+        """Return the place of a version in the run, which must be the same on all ranks: its step and its place in the
+        text. Return None if the version has not this rank's present share, with which the ranks of each node have all
+        weights."""
         _, _, facts = slot.read()
-        return bool(facts["share"] == [*self._share])
+        return _place_of(facts) if facts["share"] == [*self._share] else None
 
     def _find(self, version: Version, by_agent: dict[int, list[Version]]) -> _Slot | None:
         """Return the slot of this rank with an undamaged version, which other agents may have to send. Otherwise return
@@ -399,7 +402,8 @@ class StateSlots:
     def _find_all(
         self, serial: int, world_size: int, by_agent: dict[int, list[Version]], opened: ExitStack
     ) -> list[_Slot] | None:
-        """Return slots with the parts of all ranks of a version, in their order, or None if a part is missing.
+        """Return slots with the parts of all ranks of a version, in their order, or None if a part is missing or is
+        of another step.
 
         The slots are opened for reading, and `opened` closes them. All ranks call this method together.
         """
@@ -422,7 +426,8 @@ class StateSlots:
                 return None
             opened.callback(whole.close)
             slots.append(whole)
-        return slots
+        places = [_place_of(slot.read()[2]) for slot in slots]
+        return slots if all(place == places[0] for place in places) else None
 
     def _fetch(self, version: Version, by_agent: dict[int, list[Version]]) -> _Slot | None:
         """Fetch a version of any rank into memory of this process. Returns None if no agent sends it."""
@@ -532,6 +537,11 @@ class SlotSource(Source):
     @override
     def step_of(self, parameter: str) -> float:
         return self._counts[parameter]
+
+
+def _place_of(facts: dict[str, Any]) -> object:
+    """Return the step and the place in the text to which the facts of a version belong."""
+    return facts["step"], facts["stream"]
 
 
 def _complete(versions: Iterable[Version]) -> list[tuple[int, int]]:

@@ -388,8 +388,8 @@ class Member:
             while not self._is_free_in(ASK_EVERY_S):
                 reason = stops.reason_with(stop_file=stop_file, max_time_s=max_time_s)
                 if reason != asked:
+                    self._tell({"kind": "stop", "reason": reason, "withdrawn": asked})
                     asked = reason
-                    self._tell({"kind": "stop", "reason": reason})
             if self._is_ended:
                 if asked:  # the job has obeyed, and the file must not stop the next one
                     stops.watch(stop_file=stop_file, max_time_s=max_time_s)

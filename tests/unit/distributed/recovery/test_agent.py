@@ -12,24 +12,29 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from txl_dist.artifacts import STOP
 from txl_dist.distributed.processes import process_id
-from txl_dist.distributed.recovery.agent import Agent
+from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent
 from txl_dist.distributed.recovery.job_file import JobAddress, publish_job
 from txl_dist.distributed.recovery.seat import AgentOptions
+from txl_dist.distributed.recovery.spare_process import SpareProcess
+from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import AGENT_LOST, Loss
 from txl_dist.errors import HANG
 
 AGENT = """
 import os, subprocess, sys
 from txl_dist.distributed.recovery import agent, coordinator
-from txl_dist.distributed.recovery.agent import Agent
+from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
 
 def start(seat):
+    if seat.is_spare and "NO_SPARES" in os.environ:
+        raise BlockingIOError("as if there were too many processes")
     return subprocess.Popen([sys.executable, sys.argv[1]], env=os.environ | {SEAT: seat.to_json()})
 
 options = AgentOptions(
@@ -201,6 +206,27 @@ def test_a_spare_that_dies_before_it_is_ready_is_restarted_and_then_replaces_the
     assert agents.wait_for("met 2", rank=0, limit_s=20) == survivor
     assert agents.wait_for("met 2", rank=1) != victim
     assert len(agents.notes("spares")) == 2
+    agents.end()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_job_without_room_for_a_spare_works_until_it_needs_one(
+    is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_SPARES", "1")
+    agents = Agents(tmp_path, silent_s=20.0)
+    _, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    if is_lost:
+        os.kill(victim, signal.SIGKILL)
+    else:
+        for rank in (0, 1):
+            (tmp_path / f"leave{rank}").touch()
+    assert [agent.wait(30) for agent in agents.agents] == [HANG if is_lost else 0] * 2
+    error = agents.agents[0].stderr
+    assert error is not None
+    text = error.read()
+    assert ("cannot be replaced, because the spares there have failed" in text) == is_lost
+    assert not is_lost or "cannot be started: as if there were too many processes" in text
     agents.end()
 
 
@@ -490,3 +516,67 @@ def test_signals_reach_the_rank(tmp_path: Path) -> None:
         time.sleep(0.02)
     started.terminate()
     assert started.wait(30) == 75
+
+
+def agent_without_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, list[int], list[dict[str, object]]]:
+    """An agent that has just lost its process. Returns (agent, signals that it has sent, messages that it has sent)."""
+    signals: list[int] = []
+    told: list[dict[str, object]] = []
+    monkeypatch.setattr(Agent, "_signal", lambda self, number: signals.append(number))
+    monkeypatch.setattr(Agent, "_tell_coordinator", lambda self, message: told.append(message))
+    agent = object.__new__(Agent)
+    agent._options = AgentOptions(silent_s=6.0, max_in_row=3)
+    agent._rank_link = agent._child = agent._lease_s = agent._deadline_s = agent._server = None
+    agent._stop, agent._plan, agent._told_stop = None, None, ""
+    agent._is_leaving, agent._is_idle, agent._is_welcome = False, False, True
+    agent._page = StatusPage(os.memfd_create("status"))
+    agent._spare = SpareProcess(lambda: pytest.fail("no spare is needed"))
+    agent._node_ends_by_s = agent._announced_code = 0
+    agent._coordinator = object()  # type: ignore[assignment]
+    agent._forget_process()
+    return agent, signals, told
+
+
+def test_an_agent_that_lost_its_rank_while_it_was_cut_off_kills_a_later_rank_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, signals, _ = agent_without_process(monkeypatch)
+    for generation in (2, 3):
+        agent._pid, agent._lease_s = 7, 90.0
+        agent._look_at_lease(100.0)
+        assert signals.pop() == signal.SIGKILL
+        agent._follow({"kind": "plan", "generation": generation, "rank": -1, "losses": []})
+        signals.clear()
+
+
+def test_a_replacement_that_died_before_it_connected_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, _, told = agent_without_process(monkeypatch)
+    connection: Any = object()
+    agent._act(connection, {"kind": "forked", "pid": 7})
+    agent._act(connection, {"kind": "exited", "pid": 7, "status": -signal.SIGKILL})
+    assert agent._look_at_rank(0.0) is None
+    late_s = time.monotonic() + BEGIN_S + 1  # the next spare still imports
+    agent._look_at_spare(late_s)
+    for seconds in (0.0, CAUSE_S + 1):
+        assert agent._look_at_rank(late_s + seconds) is None
+    assert [message["kind"] for message in told] == ["died"]
+
+
+def test_a_stop_signal_at_an_agent_without_a_rank_reaches_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, _, told = agent_without_process(monkeypatch)
+    agent._is_idle = True
+    agent._forward(signal.SIGTERM, None)
+    for _ in range(2):
+        agent._look_at_stop(0.0)
+    assert told == [{"kind": "stop", "reason": "SIGTERM", "withdrawn": ""}]
+
+
+def test_a_stop_signal_at_another_agent_reaches_the_rank_also_if_its_process_is_being_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, signals, _ = agent_without_process(monkeypatch)
+    agent._follow({"kind": "stop"})
+    agent._pid = 7
+    signals.clear()
+    agent._forward_again()
+    assert signals == [signal.SIGTERM]

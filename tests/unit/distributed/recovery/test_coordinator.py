@@ -96,11 +96,17 @@ class Job:
         plans = {number: message for number, message in self.told() if message["kind"] == "plan"}
         return {number: plan["rank"] for number, plan in plans.items()}
 
+    def make_ready(self, *ranks: int, port: int = 7) -> None:
+        """All of these ranks are ready for the newest generation. Those that have no process get one before."""
+        for rank in ranks:
+            if not self.coordinator._agents[rank].is_alive:
+                self.tell(rank, "started", pid=30 + rank)
+            self.tell(rank, "ready", generation=self.coordinator.generation, port=port)
+
     def recover(self, *ranks: int, step: int = 100) -> None:
         """All of these ranks become ready, and make a step."""
         generation = self.coordinator.generation
-        for rank in ranks:
-            self.tell(rank, "ready", generation=generation, port=7)
+        self.make_ready(*ranks)
         for rank in ranks:
             self.tell(rank, "stepped", generation=generation, step=step)
         self.told()
@@ -120,11 +126,10 @@ def test_ranks_meet_only_when_all_are_ready_for_the_newest_plan() -> None:
         job.tell(rank, "ready", generation=2, port=7)
     job.lose(1)
     job.told()
-    for rank in (0, 2):
-        job.tell(rank, "ready", generation=3, port=8)
+    job.make_ready(0, 2, port=8)
     job.tell(1, "ready", generation=2, port=0)
     assert job.kinds() == []
-    job.tell(1, "ready", generation=3, port=0)
+    job.make_ready(1, port=0)
     assert job.told() == [(rank, {"kind": "meet", "generation": 3, "port": 8}) for rank in range(3)]
 
 
@@ -197,8 +202,7 @@ def test_a_rank_that_freezes_or_hangs_twice_at_a_step_ends_the_job_however_long_
         assert (1, "kill") in job.kinds()
         job.lose(1)
         assert kind in job.coordinator.lines[-1]
-        for rank in range(3):
-            job.tell(rank, "ready", generation=2, port=7)
+        job.make_ready(0, 1, 2)
         job.now_s += 2 * LIMIT_S
     assert "The same happened before at this step" in job.coordinator.lines[-1]
 
@@ -229,8 +233,7 @@ def test_too_many_losses_without_a_step_end_the_job() -> None:
     for number in range(3):
         assert not job.coordinator.is_ended
         job.lose(number, step=number)
-        for rank in range(3):
-            job.tell(rank, "ready", generation=job.coordinator.generation, port=7)
+        job.make_ready(0, 1, 2)
     assert job.coordinator.is_ended
     assert "recover.max_in_row=2" in job.coordinator.lines[-1]
 
@@ -428,8 +431,7 @@ def test_the_time_in_which_a_rank_waits_for_the_others_to_become_ready_is_no_han
     job = Job()
     job.lose(2)
     job.tick(READY_S - 1, heard="012")
-    for number in range(3):
-        job.tell(number, "ready", generation=2, port=7)
+    job.make_ready(0, 1, 2)
     job.told()
     for number in range(3):
         job.status(number, idle_s=LIMIT_S + 1, waits=number != 1)
@@ -459,6 +461,36 @@ def test_an_agent_that_is_silent_when_the_other_ranks_have_finished_ends_no_fini
     assert "was lost after the end of the run" in job.coordinator.lines[-1]
     assert job.told() == []
     assert job.coordinator.silent_here == []  # it is on another node
+
+
+def test_agents_without_a_rank_end_when_an_agent_is_lost_after_the_end_of_the_run() -> None:
+    job = Job("abc", num_ranks=2)
+    job.lose(0)
+    job.tell(0, "unfilled", seat=["seat 0"])  # agent 2 has rank 0 now, and agent 0 has none
+    job.recover(2, 1)
+    job.tell(2, "left", code=0)
+    job.lose_agent(1)
+    assert job.told() == [(0, {"kind": "end", "code": 0, "reason": ""})]
+
+
+def test_a_request_to_stop_at_an_agent_without_a_rank_reaches_rank_0() -> None:
+    job = Job("abc", num_ranks=2)
+    job.tell(2, "stop", reason="SIGTERM", withdrawn="")
+    assert job.told() == [(0, {"kind": "stop"})]
+    job.tell(1, "stop", reason="SIGTERM", withdrawn="")  # its rank obeys by itself
+    assert job.told() == []
+
+
+def test_a_stop_file_that_was_removed_in_time_does_not_end_a_later_wait() -> None:
+    job = Job("ab", on_loss="wait")
+    job.tell(0, "stop", reason="the file STOP", withdrawn="")
+    job.tell(0, "stop", reason="", withdrawn="the file STOP")
+    job.lose_agent(1)
+    job.tick(1.0, heard="0")
+    assert not job.coordinator.is_ended
+    job.tell(0, "stop", reason="SIGTERM", withdrawn="")
+    job.tick(1.0, heard="0")
+    assert "asked to stop by SIGTERM" in job.coordinator.lines[-1]
 
 
 def test_a_silent_agent_beside_the_coordinator_is_to_be_killed_at_the_end() -> None:
@@ -532,7 +564,7 @@ def test_a_job_that_waits_ends_when_it_is_asked_to_stop() -> None:
     assert "Start RANK=1 again" in job.coordinator.lines[-1]
     assert not job.coordinator.is_ended
     job.told()
-    job.tell(0, "stop", reason="SIGTERM")
+    job.tell(0, "stop", reason="SIGTERM", withdrawn="")
     job.tick()
     assert [message["code"] for _, message in job.told()] == [HANG, HANG]
     assert "asked to stop by SIGTERM while it waited for rank 1 on b" in job.coordinator.lines[-1]
@@ -552,8 +584,18 @@ def test_ranks_do_not_meet_without_a_rank_that_was_ready_when_its_agent_was_lost
     assert "the job waits for rank 1 on b" in job.coordinator.lines[-1]
     job.greet(1, "b")
     job.told()
-    for rank in range(3):
-        job.tell(rank, "ready", generation=3, port=7)
+    job.make_ready(0, 1, 2)
+    assert [kind for _, kind in job.kinds()] == ["meet"] * 3
+
+
+def test_a_late_message_of_a_dead_process_does_not_make_its_rank_ready() -> None:
+    job = Job()
+    job.lose(0)
+    job.lose(2)
+    job.tell(2, "ready", generation=3, port=0)  # it was read after the loss was noticed
+    job.make_ready(0, 1)
+    assert "meet" not in {kind for _, kind in job.kinds()}
+    job.make_ready(2)
     assert [kind for _, kind in job.kinds()] == ["meet"] * 3
 
 
@@ -563,6 +605,16 @@ def freeze(job: Job, frozen: int) -> None:
         job.status(rank, silent_s=7.0 if rank == frozen else 0.1, idle_s=7.0)
     job.tick()
     assert job.kinds() == [(frozen, "kill")]
+
+
+def test_an_order_to_kill_ends_with_the_process_that_it_was_about() -> None:
+    job = Job()
+    freeze(job, 1)
+    job.tell(1, "started", pid=31)  # the process had died before, and its replacement is here
+    job.tick(KILLED_S + 1, heard="012")
+    assert not job.coordinator.lines
+    job.lose(1)
+    assert (0, "replace") in job.kinds()
 
 
 def test_a_rank_that_cannot_be_ended_counts_as_lost_and_is_replaced_when_its_process_has_ended() -> None:
@@ -600,7 +652,7 @@ def test_a_request_to_stop_ends_a_job_whose_rank_cannot_be_ended() -> None:
     job = Job(on_loss="wait")
     freeze(job, 1)
     job.tick(KILLED_S + 1, heard="012")
-    job.tell(0, "stop", reason="SIGTERM")
+    job.tell(0, "stop", reason="SIGTERM", withdrawn="")
     job.tick(READY_S + 1, heard="012")
     assert "asked to stop by SIGTERM while it waited for rank 1" in job.coordinator.lines[-1]
 
@@ -651,7 +703,7 @@ def test_a_job_whose_replacement_is_missing_for_long_ends_when_it_is_asked_to_st
     job = Job(on_loss="wait")
     job.lose(2)
     job.recover(0, 1)
-    job.tell(0, "stop", reason="SIGTERM")
+    job.tell(0, "stop", reason="SIGTERM", withdrawn="")
     job.tick(READY_S / 2, heard="012")
     assert not job.coordinator.is_ended
     job.tick(READY_S, heard="012")
@@ -660,7 +712,7 @@ def test_a_job_whose_replacement_is_missing_for_long_ends_when_it_is_asked_to_st
 
 def test_a_request_to_stop_is_left_to_the_ranks_while_none_is_waited_for() -> None:
     job = Job("aa", on_loss="wait")
-    job.tell(0, "stop", reason="SIGTERM")
+    job.tell(0, "stop", reason="SIGTERM", withdrawn="")
     job.lose(1)
     job.tick(1, heard="0")
     assert not job.coordinator.is_ended

@@ -3,6 +3,8 @@ for a replacement is forgotten."""
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from txl_dist.distributed.connection import Connection
-from txl_dist.distributed.recovery.spare_process import ANSWER_S, ATTEMPTS, PING_EVERY_S, START_S, SpareProcess
+from txl_dist.distributed.recovery.spare_process import ANSWER_S, ATTEMPTS, PING_EVERY_S, RETRY_S, START_S, SpareProcess
 
 
 class FakeChild:
@@ -28,10 +30,6 @@ class FakeChild:
     def kill(self) -> None:
         self.code = -9
 
-    def wait(self) -> int:
-        assert self.code is not None
-        return self.code
-
     def received(self) -> list[Any]:
         """What the agent has asked since this was last read."""
         return [message.get("seat", message["kind"]) for message in self._other.receive()]
@@ -46,9 +44,14 @@ class Node:
 
     def __init__(self) -> None:
         self.children: list[FakeChild] = []
+        self.num_refused = 0
+        """Number of the next starts that the system refuses."""
         self.spare = SpareProcess(self._start)
 
     def _start(self) -> FakeChild:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.children.append(FakeChild(len(self.children) + 1))
         return self.children[-1]
 
@@ -157,3 +160,31 @@ def test_an_answer_ends_a_row_of_failures(node: Node) -> None:
         node.children[-1].code = -9
         assert node.spare.look(number) == []
     assert len(node.children) == 2 * ATTEMPTS + 1
+
+
+def test_a_spare_that_the_system_does_not_start_is_tried_again_and_gets_the_request(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.num_refused = ATTEMPTS - 1
+    node.spare.request(["seat 1"], 0.0)
+    for number in range(1, ATTEMPTS):
+        node.spare.ensure(number * 2 * RETRY_S)
+        assert node.spare.look(number * 2 * RETRY_S) == []
+    assert node.connect(10.0).received() == [["seat 1"]]
+    assert os.strerror(errno.EAGAIN) in capsys.readouterr().err
+
+
+def test_a_request_is_given_back_if_the_system_starts_no_spare(node: Node) -> None:
+    node.num_refused = ATTEMPTS
+    node.spare.request(["seat 1"], 0.0)
+    looks = [node.spare.look(number * 2 * RETRY_S) for number in range(1, ATTEMPTS + 1)]
+    assert looks == [[]] * (ATTEMPTS - 1) + [[["seat 1"]]]
+    node.spare.request(["seat 1"], 100.0)
+    assert node.connect(101.0).received() == [["seat 1"]]
+
+
+def test_a_killed_spare_that_does_not_end_delays_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.spare.request(["seat 1"], 0.0)
+    monkeypatch.setattr(node.children[0], "kill", lambda: None)  # as if it were inside the kernel
+    node.spare.look(START_S + 1)
+    assert node.connect(START_S + 2).received() == [["seat 1"]]

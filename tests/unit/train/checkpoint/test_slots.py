@@ -223,6 +223,18 @@ def test_without_a_version_of_all_ranks_there_is_none(monkeypatch: pytest.Monkey
     assert ranks.newest(0) is None
 
 
+@pytest.mark.parametrize("num_left", [2, 1])
+def test_versions_with_the_same_number_of_different_steps_are_never_taken_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_left: int
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 2)
+    for step_of_rank_1 in (1, 3):
+        store(ranks.slots[0], min(step_of_rank_1, 2), length=6)
+        store(ranks.slots[1], step_of_rank_1, start=6, length=6)
+    ranks.begin(num_left)
+    assert [one.step for one in ranks.newest_of_all()] == [1] * num_left
+
+
 def store_all(ranks: Ranks, step: int) -> None:
     """All ranks store a step: 12 values, and the memories of their lanes."""
     length = 12 // len(ranks.slots)
