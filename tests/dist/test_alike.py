@@ -1,4 +1,4 @@
-"""Ranks that were started with other settings are refused by name, before they wait for each other forever."""
+"""Ranks that were started with other settings or corpora are refused by name."""
 
 from __future__ import annotations
 
@@ -68,6 +68,19 @@ def test_nodes_with_different_settings_are_refused_on_all_ranks(
     said = "".join(errors)
     assert f"settings differ between ranks: {difference}. Rank 0 has other settings than rank 1. Start all" in said
     assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_nodes_with_different_corpora_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    corpora = [
+        tiny_corpus(tmp_path, name="a").folder,
+        tiny_corpus(tmp_path, name="b", texts=[f"another text {number}. " * 5 for number in range(60)]).folder,
+    ]
+    codes, errors = run_nodes(tmp_path, *(("--data.path", str(corpus)) for corpus in corpora))
+    assert codes == [2, 2], errors
+    said = "".join(errors)
+    assert f"rank 0 reads the split train of {corpora[0]} (fingerprint " in said
+    assert f"but rank 1 reads the split train of {corpora[1]} (fingerprint " in said
     assert not (tmp_path / "run").exists()
 
 

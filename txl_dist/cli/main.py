@@ -49,7 +49,7 @@ from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_outp
 from txl_dist.console.formatting import counted
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.distributed.rank_environment import read_rank_environment, without_local_rank
-from txl_dist.distributed.recovery.seat import AgentOptions
+from txl_dist.distributed.recovery.seat import CONFIG_COPY, AgentOptions
 from txl_dist.errors import ConfigError, TxlError, missing_package
 from txl_dist.train.monitoring.preemption import launchers, parse_duration
 from txl_dist.train.run_dir import check_paths, finished_lines
@@ -229,11 +229,12 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
         file = argv[0]
     else:
         file = None
-    if file is not None:
+    copy = os.environ.pop(CONFIG_COPY, "")  # not for commands that a plugin starts
+    if file is not None and not copy:
         check_config_file(file)
     load_plugins(_values_of_flag("--run.plugins", argv))
     if file:
-        settings = load_config(file, imports_plugins=True)
+        settings = load_config(file, imports_plugins=True, copy=copy)
     else:
         settings = Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)

@@ -413,11 +413,12 @@ def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
         )
 
 
-def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
+def load_config(path: str | Path, *, imports_plugins: bool = False, copy: str = "") -> Config:
     """Read the settings of a run from a TOML file. Settings that the file does not contain have their default values.
 
     `imports_plugins` says whether to import the plugins that the file names. It is True for a file that the user has
-    chosen as settings. For settings in a checkpoint it is False, and the plugins must already be loaded.
+    chosen as settings. For settings in a checkpoint it is False, and the plugins must already be loaded. `copy` is the
+    path of a copy of the file that is read in its place. Messages name `path`.
 
     Raises ConfigError for a missing file, broken TOML, a bad value, or an unknown key, for which the message suggests
     the nearest known key.
@@ -425,7 +426,7 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
     with translate_errors(
         ConfigError, f"cannot read the config file {path}", "Name a TOML file, such as those in configs/."
     ):
-        content = read_bytes(Path(path))
+        content = read_bytes(Path(copy or path))
     try:
         text = decode_text(content)
     except UnicodeDecodeError as error:

@@ -1,6 +1,7 @@
-"""What all ranks of a run must have in common, checked before they do anything together: settings and plugins.
+"""What all ranks of a run must have in common: settings and plugins, checked before they do anything together, and
+corpora.
 
-Ranks with other settings would wait for each other forever, or train another model than rank 0 says.
+Ranks that differ would wait for each other forever, or train another model than rank 0 says.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from txl_dist.config.load import Config, flat
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.console.formatting import counted
+from txl_dist.data.loader.corpora import Corpora
 from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.rank_environment import format_ranks
 from txl_dist.errors import ConfigError, raised_everywhere
@@ -53,6 +56,31 @@ def check_ranks_alike(config: Config) -> None:
         raise raised_everywhere(ConfigError(problem))
 
 
+def check_corpora_alike(corpora: Corpora) -> None:
+    """Check that all ranks read corpora and held-out sets of equal content, which may be in other folders.
+
+    All ranks call it together. Raises ConfigError on all ranks.
+    """
+    splits = [*corpora.train, *corpora.eval.values()]
+    problem = corpora_problem(
+        gather_objects(
+            [SplitName(split.corpus.fingerprint, split.name, split.corpus.storage.location) for split in splits]
+        )
+    )
+    if problem:
+        raise raised_everywhere(ConfigError(problem))
+
+
+class SplitName(NamedTuple):
+    """Split of a corpus that a rank reads."""
+
+    fingerprint: str
+    """Hash of the corpus."""
+    split: str
+    path: str
+    """Folder of the corpus on the rank's node. Equal corpora may be in different folders."""
+
+
 def plugin_problem(by_rank: Sequence[Sequence[Plugin]]) -> str:
     """Return a message if a rank has other plugins than rank 0, or an empty text."""
     for rank, plugins in enumerate(by_rank):
@@ -81,6 +109,25 @@ def settings_problem(by_rank: Sequence[dict[str, Any]]) -> str:
         f"settings differ between ranks: {'; '.join(named)}. Rank 0 has other settings than {format_ranks(others)}. "
         "Start all nodes with the same configuration file and options."
     )
+
+
+def corpora_problem(by_rank: Sequence[Sequence[SplitName]]) -> str:
+    """Return a message if a rank reads other corpora than rank 0, or an empty text."""
+    for rank, splits in enumerate(by_rank):
+        for first, other in zip_longest(by_rank[0], splits, fillvalue=SplitName("", "", "")):
+            if first[:2] != other[:2]:
+                return (
+                    f"corpora differ between ranks: rank 0 reads {_describe_split(first)}, but rank {rank} reads "
+                    f"{_describe_split(other)}. Give every node the same corpora, in a shared folder or as copies."
+                )
+    return ""
+
+
+def _describe_split(name: SplitName) -> str:
+    """Return the split of a corpus as text."""
+    if not name.split:
+        return "no corpus in its place"
+    return f"the split {name.split} of {name.path} (fingerprint {name.fingerprint[:12]})"
 
 
 def _describe_plugins(plugins: Iterable[Plugin]) -> str:

@@ -44,7 +44,7 @@ from txl_dist.errors import (
 )
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
-from txl_dist.train.alike import check_ranks_alike
+from txl_dist.train.alike import check_corpora_alike, check_ranks_alike
 from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
@@ -206,6 +206,7 @@ def _train(
     callbacks.check_alike()
     precision = _choose_precision(config, ranks, resume=resume)
     plan = run_on_all_ranks(lambda: plan_run(config, ranks, precision=precision))
+    check_corpora_alike(plan.stages[0].context.corpora)  # all phases read the same ones
     run_on_rank0(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
         makes_copies = member is not None and member.generation == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from txl_dist.config.registry import Plugin
-from txl_dist.train.alike import plugin_problem, settings_problem
+from txl_dist.train.alike import SplitName, corpora_problem, plugin_problem, settings_problem
 
 
 def test_the_first_three_settings_that_differ_are_named_with_all_ranks_that_differ() -> None:
@@ -28,3 +28,15 @@ def test_a_rank_with_another_version_of_a_plugin_is_named() -> None:
 def test_equal_ranks_have_no_problem() -> None:
     assert settings_problem([{"optim.lr": 0.1}, {"optim.lr": 0.1}]) == ""
     assert plugin_problem([(), ()]) == ""
+
+
+def test_the_first_split_of_other_content_is_named_with_both_folders() -> None:
+    train, valid = SplitName("0" * 64, "train", "data/a"), SplitName("1" * 64, "valid", "data/a")
+    copy, other = train._replace(path="copy/a"), train._replace(fingerprint="2" * 64, path="data/b")
+    assert corpora_problem([[train, valid], [copy, valid]]) == ""
+    assert corpora_problem([[train, valid], [copy, valid], [other, valid]]) == (
+        "corpora differ between ranks: rank 0 reads the split train of data/a (fingerprint 000000000000), but rank 2 "
+        "reads the split train of data/b (fingerprint 222222222222). Give every node the same corpora, in a shared "
+        "folder or as copies."
+    )
+    assert "but rank 1 reads no corpus in its place" in corpora_problem([[train, valid], [train]])

@@ -43,7 +43,7 @@ from txl_dist.distributed.recovery.coordinator import KILLED_S, Coordinator
 from txl_dist.distributed.recovery.job_file import JobAddress, StoreWatch, find_job, publish_job, withdraw_job
 from txl_dist.distributed.recovery.partner import PartnerServer
 from txl_dist.distributed.recovery.printing import say
-from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, node_name, place_variables
+from txl_dist.distributed.recovery.seat import CONFIG_COPY, SEAT, AgentOptions, Seat, node_name, place_variables
 from txl_dist.distributed.recovery.server import CoordinatorServer
 from txl_dist.distributed.recovery.slot_file import SlotFile
 from txl_dist.distributed.recovery.spare_process import Child, SpareProcess
@@ -659,10 +659,24 @@ def _die_with_parent() -> Callable[[], Any]:
 def run_agent(words: Sequence[str], options: AgentOptions) -> int:
     """Run an agent whose rank is `txl words`, until the rank has ended. Returns the exit code."""
     command = [sys.executable, "-m", "txl_dist", *words]
+    # torch prints a stack of C++ frames for each connection that a lost rank breaks.
+    environment = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | os.environ | _config_copy(words)
 
     def start(seat: Seat) -> subprocess.Popen[bytes]:
-        # torch prints a stack of C++ frames for each connection that a lost rank breaks.
-        environment = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | os.environ | {SEAT: seat.to_json()}
-        return subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent())
+        return subprocess.Popen(
+            command, env=environment | os.environ | {SEAT: seat.to_json()}, preexec_fn=_die_with_parent()
+        )
 
     return Agent(start, options).run()
+
+
+def _config_copy(words: Sequence[str]) -> dict[str, str]:
+    """Return the variable `CONFIG_COPY` for a copy of the configuration file, if `txl words` has one: its second
+    word."""
+    if len(words) < 2 or words[1].startswith("-"):
+        return {}
+    copy = os.memfd_create("txl_config", os.MFD_CLOEXEC)
+    with suppress(OSError), os.fdopen(copy, "wb", closefd=False) as file:  # without it the rank says what is wrong
+        file.write(Path(words[1]).read_bytes())
+        return {CONFIG_COPY: f"/proc/{os.getpid()}/fd/{copy}"}
+    return {}

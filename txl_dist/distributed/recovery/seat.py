@@ -16,6 +16,9 @@ from txl_dist.io.files import parse_object, typed
 
 SEAT = "TXL_RECOVERY_SEAT"
 """Environment variable with the seat of a process, as JSON. An agent sets it for its rank and for a spare."""
+CONFIG_COPY = "TXL_RECOVERY_CONFIG"
+"""Environment variable with the path of the agent's copy of the configuration file. Its rank and its spares read this
+copy, so a replacement has the settings of the job's start even if the file was changed since."""
 GENERATION = "TXL_GENERATION"
 """Environment variable with the generation in which a process is: 1 at the start of a job, plus 1 per recovery."""
 NODE = "TXL_NODE"

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from txl_dist.artifacts import STOP
+from txl_dist.cli.main import _train_arguments
 from txl_dist.distributed.processes import process_id
-from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent
+from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent, _config_copy
 from txl_dist.distributed.recovery.job_file import JobAddress, publish_job
-from txl_dist.distributed.recovery.seat import AgentOptions
+from txl_dist.distributed.recovery.seat import CONFIG_COPY, AgentOptions
 from txl_dist.distributed.recovery.spare_process import SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import AGENT_LOST, Loss
@@ -29,7 +30,7 @@ from txl_dist.errors import HANG
 AGENT = """
 import os, subprocess, sys
 from txl_dist.distributed.recovery import agent, coordinator
-from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent
+from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent, _config_copy
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
 
 def start(seat):
@@ -580,3 +581,25 @@ def test_a_stop_signal_at_another_agent_reaches_the_rank_also_if_its_process_is_
     signals.clear()
     agent._forward_again()
     assert signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_replacement_has_the_settings_of_the_start_even_if_the_file_was_changed_since(
+    is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[optim]\nlr = 0.125\n", encoding="utf-8")
+    for name, value in _config_copy(["train", str(file), "--run.seed", "7"]).items():
+        monkeypatch.setenv(name, value)
+    if is_gone:
+        file.unlink()
+    else:
+        file.write_text("[optim]\nlr = 0.25\n", encoding="utf-8")
+    settings = _train_arguments([str(file), "--run.seed", "7"]).settings
+    assert (settings.optim.lr, settings.run.seed) == (0.125, 7)
+    assert CONFIG_COPY not in os.environ  # commands that a plugin starts read their own files
+
+
+def test_a_job_without_a_configuration_file_has_no_copy() -> None:
+    assert _config_copy(["train", "--run.seed", "7"]) == {}
+    assert _config_copy(["train"]) == {}
