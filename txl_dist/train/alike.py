@@ -6,36 +6,17 @@ Ranks that differ would wait for each other forever, or train another model than
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from txl_dist.config.load import Config, flat
+from txl_dist.config.load import Config, hash_of_job, settings_of_job
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.corpora import Corpora
 from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.rank_environment import format_ranks
 from txl_dist.errors import ConfigError, raised_everywhere
-
-_OF_A_NODE = frozenset(
-    {
-        "run.dir",
-        "run.init",
-        "run.plugins",
-        "data.path",
-        "data.more_paths",
-        "data.prefetch_depth",
-        "data.cache_dir",
-        "data.cache_gib",
-        "engine.num_threads",
-        "eval.sets",
-    }
-)
-"""Settings that may differ between nodes: paths, and the use of a node's processors and disks."""
-
 
 _MOST_NAMED = 3
 """Number of settings that a message names. Others are counted."""
@@ -46,12 +27,10 @@ def check_ranks_alike(config: Config) -> None:
 
     All ranks call it together. Raises ConfigError on all ranks.
     """
-    settings = {key: value for key, value in flat(config) if key not in _OF_A_NODE}
-    settings_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    gathered = gather_objects((loaded_plugins(), settings_hash))
+    gathered = gather_objects((loaded_plugins(), hash_of_job(config)))
     problem = plugin_problem([plugins for plugins, _ in gathered])
-    if not problem and len({other_hash for _, other_hash in gathered}) > 1:
-        problem = settings_problem(gather_objects(settings))
+    if not problem and len({settings_hash for _, settings_hash in gathered}) > 1:
+        problem = settings_problem(gather_objects(settings_of_job(config)))
     if problem:
         raise raised_everywhere(ConfigError(problem))
 

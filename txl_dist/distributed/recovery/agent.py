@@ -175,7 +175,7 @@ class Agent:
         """Time by which the ranks must have begun to meet, for an agent of a spare node."""
         self._store = StoreWatch(os.environ)
         self._is_idle = True  # a plan that arrives in `_rejoin` may change it
-        if self._number < num_ranks and not self._rejoin():
+        if self._number < num_ranks and not self._rejoin() and self._deadline_s is None:
             self._is_idle = False
             os.environ["WORLD_SIZE"] = str(num_ranks)
             self._child = self._start(self._seat)
@@ -356,7 +356,7 @@ class Agent:
         end_when_unreachable(peer, after_s=UNREACHABLE * self._options.silent_s)
         coordinator = Connection(peer)
         hello = {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id()}
-        hello["partner"] = self._seat.partner
+        hello |= {"partner": self._seat.partner, "settings": self._options.settings}
         place = {"host": socket.gethostname(), "node": node_name()}
         coordinator.send({"key": message["key"], "agent": self._number, **hello, **place})
         is_remote = peer.getpeername()[0] != peer.getsockname()[0]
@@ -425,6 +425,8 @@ class Agent:
             self._stop = (signal.SIGTERM, self._pid)
             self._signal(signal.SIGTERM)
         elif kind == "end":
+            if self._is_idle and not self._is_welcome:
+                say(f"agent {self._number} on {socket.gethostname()} cannot join the job: {message['reason']}")
             self._end(message)
 
     def _rejoin(self) -> bool:

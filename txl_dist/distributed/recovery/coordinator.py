@@ -72,6 +72,10 @@ class MessageError(ValueError):
     """Message of an agent that the coordinator cannot use."""
 
 
+class RefusedError(MessageError):
+    """Agent that can never take part in this job."""
+
+
 class Outgoing(NamedTuple):
     """Message of the coordinator that is to be delivered."""
 
@@ -96,6 +100,8 @@ class _Agent:
     """[port, key] of the agent's server of copies. Empty with recover.copies=node."""
     process: object
     """Identity of the agent's process, as JSON values."""
+    settings: str
+    """Hash of the settings that all agents must have in common."""
     heard_s: float
     """Time at which the last status, or the greeting, was received."""
     rank: int = -1
@@ -197,12 +203,15 @@ class Coordinator:
         return messages
 
     def receive(self, number: int, message: Message, now_s: float) -> None:
-        """Act on a message of an agent. Raises MessageError for a message that cannot be used, which changes nothing.
+        """Act on a message of an agent. Raises MessageError for a message that cannot be used, which changes nothing:
+        RefusedError for the greeting of an agent with other settings.
 
         Any other error is a fault of the coordinator itself.
         """
         try:
             act = self._action(number, message, now_s)
+        except RefusedError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise MessageError(in_one_line(error)) from error
         act()
@@ -329,7 +338,13 @@ class Coordinator:
         return dict(sorted(ranked, key=lambda entry: entry[1].rank))
 
     def _new_agent(self, number: int, message: Message, now_s: float) -> _Agent:
-        """Return an agent that greets. Raises KeyError for a malformed message, ValueError if it is here already."""
+        """Return an agent that greets. Raises KeyError for a malformed message, ValueError if it is here already, and
+        RefusedError if its settings are others than those of agent 0."""
+        settings = message["settings"]
+        if 0 in self._agents and settings != self._agents[0].settings:
+            raise RefusedError(
+                "its settings are not those of the job. Start it with the configuration file and options of the job"
+            )
         earlier = self._agents.get(number)
         if earlier is not None and earlier.is_connected:
             raise ValueError(f"agent {number} is already connected")
@@ -340,6 +355,7 @@ class Coordinator:
             seat=message["seat"],
             pid=int(message["pid"]),
             process=message["process"],
+            settings=settings,
             partner=message["partner"],
             heard_s=now_s,
         )

@@ -25,7 +25,7 @@ from typing import Any
 from txl_dist.console.echo import echo
 from txl_dist.distributed.connection import Connection, Message, end_when_unreachable, listen
 from txl_dist.distributed.processes import process_of
-from txl_dist.distributed.recovery.coordinator import Coordinator, MessageError
+from txl_dist.distributed.recovery.coordinator import Coordinator, MessageError, RefusedError
 from txl_dist.distributed.recovery.printing import say
 from txl_dist.errors import in_one_line
 
@@ -150,6 +150,9 @@ class CoordinatorServer:
             return False
         except MessageError as error:
             self._report(number if has_greeted else sender, message, error)
+            if isinstance(error, RefusedError):
+                with suppress(OSError):  # it is gone
+                    connection.send({"kind": "end", "code": 2, "reason": str(error)})
             return has_greeted
         self._agents[connection] = sender
         return True

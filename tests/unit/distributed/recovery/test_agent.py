@@ -18,10 +18,13 @@ import pytest
 
 from txl_dist.artifacts import STOP
 from txl_dist.cli.main import _train_arguments
+from txl_dist.distributed.connection import Connection
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent, _config_copy
+from txl_dist.distributed.recovery.coordinator import Coordinator
 from txl_dist.distributed.recovery.job_file import JobAddress, publish_job
 from txl_dist.distributed.recovery.seat import CONFIG_COPY, AgentOptions
+from txl_dist.distributed.recovery.server import CoordinatorServer
 from txl_dist.distributed.recovery.spare_process import SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import AGENT_LOST, Loss
@@ -30,7 +33,7 @@ from txl_dist.errors import HANG
 AGENT = """
 import os, subprocess, sys
 from txl_dist.distributed.recovery import agent, coordinator
-from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent, _config_copy
+from txl_dist.distributed.recovery.agent import Agent
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
 
 def start(seat):
@@ -41,6 +44,7 @@ def start(seat):
 options = AgentOptions(
     silent_s=float(os.environ.get("SILENT_S", "1")), max_in_row=int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4,
     run_dir=os.environ.get("FOLDER", "."), spare_nodes=int(os.environ.get("SPARE_NODES", "0")),
+    settings=os.environ.get("SETTINGS", ""),
 )
 agent.FOUND_WITHIN_S = 0.5
 if "UNKILLABLE" in os.environ:
@@ -306,6 +310,33 @@ def test_a_rank_whose_agent_was_refused_by_an_address_of_an_earlier_job_is_not_k
         place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "FOLDER": str(tmp_path), "SILENT_S": "0.3"}
         words = [sys.executable, str(agent), str(rank), "3", "wait"]
         assert subprocess.run(words, env=os.environ | place, timeout=60, check=False).returncode == 0
+
+
+def test_an_agent_with_other_settings_cannot_join_a_running_job_and_says_so(tmp_path: Path) -> None:
+    server = CoordinatorServer(Coordinator(2, silent_s=60.0, max_in_row=3, on_loss="wait"), unreachable_s=600.0)
+    first = Connection(socket.create_connection(("127.0.0.1", server.port)))
+    place = {
+        "host": "a",
+        "node": "a",
+        "seat": [],
+        "pid": 1,
+        "process": [],
+        "partner": [],
+        "settings": "those of the job",
+    }
+    first.send({"kind": "hello", "key": server.key, "agent": 0, **place})
+    publish_job(tmp_path, JobAddress("127.0.0.1", server.port, server.key))
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    variables = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "FOLDER": str(tmp_path), "SETTINGS": "others"}
+    words = [sys.executable, str(agent), "no rank is started", "3", "wait"]
+    done = subprocess.run(words, env=os.environ | variables, timeout=60, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        f"agent 1 on {socket.gethostname()} cannot join the job: its settings are not those of the job" in done.stderr
+    )
+    first.peer.close()
+    server.close(grace_s=60.0)
 
 
 def refuse(listener: socket.socket) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from txl_dist.distributed.connection import MAX_LINE_BYTES, Message
-from txl_dist.distributed.recovery.coordinator import KILLED_S, READY_S, REPLACED_S, Coordinator, MessageError
+from txl_dist.distributed.recovery.coordinator import (
+    KILLED_S,
+    READY_S,
+    REPLACED_S,
+    Coordinator,
+    MessageError,
+    RefusedError,
+)
 from txl_dist.distributed.recovery.verdicts import PER_HOUR, Loss
 from txl_dist.errors import HANG
 
@@ -51,7 +58,7 @@ class Job:
         self.coordinator.excuse(age_s, self.now_s)
         self.told()
 
-    def greet(self, number: int, node: str) -> None:
+    def greet(self, number: int, node: str, *, settings: str = "hash") -> None:
         place = {"host": node, "node": node, "address": f"address of {node}"}
         self.tell(
             number,
@@ -61,6 +68,7 @@ class Job:
             pid=10 + number,
             process=[number],
             partner=[number, "key"],
+            settings=settings,
         )
 
     def tell(self, rank: int, kind: str, **values: Any) -> None:
@@ -889,6 +897,17 @@ def test_idle_agents_end_with_the_code_of_the_job() -> None:
     assert [message["code"] for number, message in job.told() if number == 2] == [75]
 
 
+def test_an_agent_with_other_settings_is_refused_and_the_job_still_waits_for_one_with_its_own() -> None:
+    job = Job("ab", on_loss="wait")
+    job.lose_agent(1)
+    job.told()
+    with pytest.raises(RefusedError, match="its settings are not those of the job"):
+        job.greet(1, "b", settings="others")
+    assert job.told() == []
+    job.greet(1, "b")
+    assert (1, "plan") in job.kinds()
+
+
 def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
     coordinator = Coordinator(2, silent_s=6, max_in_row=3)
     hello = {
@@ -900,6 +919,7 @@ def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
         "pid": 1,
         "process": [],
         "partner": [],
+        "settings": "",
     }
     coordinator.receive(0, hello, 0.0)
     coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)
