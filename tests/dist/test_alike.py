@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from tests.helpers import forked
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.supervised import run_supervised
 from txl_dist.distributed.rendezvous import free_port
+from txl_dist.errors import HANG
+from txl_dist.train import start
 
 pytestmark = pytest.mark.dist
 
@@ -32,16 +37,18 @@ every_steps = 0
 """
 
 
-def run_nodes(folder: Path, *words_of_ranks: tuple[str, ...]) -> tuple[list[int | None], list[str]]:
+def run_nodes(
+    folder: Path, *words_of_ranks: tuple[str, ...], program: Callable[..., None] = forked.run_txl
+) -> tuple[list[int | None], list[str]]:
     """`txl train` on ranks that are each on a node of their own, with words of their own. Returns (codes, errors)."""
     port, processes = free_port(), []
     (folder / "small.toml").write_text(SMALL, encoding="utf-8")
     for rank, words in enumerate(words_of_ranks):
         place = forked.place_on_node(rank, len(words_of_ranks), port, num_nodes=len(words_of_ranks))
-        program = run_supervised if "--recover.spares" in words else forked.run_txl
+        called = run_supervised if "--recover.spares" in words else program
         command = ("train", "small.toml", "--run.dir", "run", *words)
         err = folder / f"err-{rank}"
-        processes.append(forked.start(program, *command, variables=forked.environment(**place), cwd=folder, err=err))
+        processes.append(forked.start(called, *command, variables=forked.environment(**place), cwd=folder, err=err))
     codes = []
     for process in processes:
         process.join(60)
@@ -82,6 +89,24 @@ def test_nodes_with_different_corpora_are_refused_on_all_ranks(tmp_path: Path) -
     assert f"rank 0 reads the split train of {corpora[0]} (fingerprint " in said
     assert f"but rank 1 reads the split train of {corpora[1]} (fingerprint " in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_dies_before_all_ranks_are_connected_ends_the_others_with_the_code_of_a_lost_rank(
+    tmp_path: Path,
+) -> None:
+    corpus = ("--data.path", str(tiny_corpus(tmp_path).folder))
+    codes, errors = run_nodes(tmp_path, corpus, corpus, program=run_with_a_death_at_the_check)
+    assert codes == [HANG, -signal.SIGKILL]
+    assert "another rank was lost or did not answer before all ranks had connected" in errors[0]
+    assert "Traceback" not in errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+def run_with_a_death_at_the_check(*words: str) -> None:
+    """`txl WORDS` in which rank 1 dies when it reaches the comparison of settings."""
+    if os.environ["RANK"] == "1":
+        start.check_ranks_alike = lambda config: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    forked.run_txl(*words)
 
 
 def test_nodes_may_have_paths_and_threads_of_their_own(tmp_path: Path) -> None:

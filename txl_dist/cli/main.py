@@ -161,7 +161,7 @@ def agent_options(settings: Config) -> AgentOptions:
         spare_nodes=recover.spare_nodes,
         run_dir=settings.run.dir,
         join_s=2.0 * settings.engine.start_timeout_s,
-        settings=hash_of_job(settings),
+        settings_hash=hash_of_job(settings),
     )
 
 

@@ -632,11 +632,22 @@ _OF_A_NODE = frozenset(
         "data.prefetch_depth",
         "data.cache_dir",
         "data.cache_gib",
+        "data.retries",
+        "data.allow_protocols",
         "engine.num_threads",
         "eval.sets",
+        "metrics.tensorboard",
+        "metrics.wandb",
+        "metrics.wandb_entity",
+        "metrics.wandb_name",
+        "metrics.wandb_group",
+        "metrics.wandb_tags",
+        "metrics.wandb_id",
+        "metrics.wandb_resume",
     }
 )
-"""Settings that may differ between the nodes of a job: paths, and the use of a node's processors and disks."""
+"""Settings that may differ between the ranks of a job: paths and their storage, the use of a node's processors and
+disks, and records that only rank 0 writes."""
 
 
 def settings_of_job(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ from txl_dist.errors import (
 )
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
-from txl_dist.train.alike import check_corpora_alike, check_ranks_alike
 from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
@@ -55,6 +54,7 @@ from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.loop import Start, TrainingRun
+from txl_dist.train.monitoring.alike import check_corpora_alike, check_ranks_alike, first_exchange
 from txl_dist.train.monitoring.member import Member, RegroupError, join_agent
 from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, is_shared, prove_shared
@@ -125,8 +125,14 @@ def pretrain(
             stop_file=run_dir / STOP if ranks.is_rank0 else None, max_time_s=max_time_s if ranks.is_rank0 else 0.0
         )
         stack.callback(stops.close)
-        check_ranks_alike(config)
-        watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
+        try:
+            with first_exchange():
+                check_ranks_alike(config)
+                watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
+        except TxlError as error:
+            note_in_file(f"the run ends: {error}")
+            called.fail(error)
+            raise
         stack.callback(watchdog.close)
         try:
             traced = StepProfile(profile if ranks.is_rank0 else range(0), folder=run_dir / PROFILE)
@@ -176,7 +182,7 @@ def _pretrain_with_recovery(
                         )
                     )
                 start_logging(rank=ranks.rank)
-                with member.connecting():
+                with first_exchange() if member.generation == 1 else nullcontext():
                     check_ranks_alike(config)  # first: a rank without recovery has no coordinator
                     member.share_coordinator()
                 if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):

@@ -193,7 +193,7 @@ class Agent:
             self._look_at_lease(now_s)
             self._look_at_spare(now_s)
             self._look_at_stop(now_s)
-            if self._is_idle and not self._is_welcome:
+            if self._is_idle and not self._is_welcome and self._deadline_s is None:
                 self._keep_joining(now_s)
             if self._deadline_s is not None and now_s > self._deadline_s:
                 self._signal(signal.SIGKILL)
@@ -283,7 +283,7 @@ class Agent:
 
     def _hear_rest(self) -> None:
         """Act on what the rank's process had sent before it ended, and close its connection."""
-        while self._rank_link is not None and select.select([self._rank_link.peer], [], [], 0)[0]:
+        while self._rank_link is not None and _is_readable(self._rank_link.peer, 0.0):
             self._hear(self._rank_link)
         if self._rank_link is not None:  # a child of that process holds the other end
             self._disconnect(self._rank_link)
@@ -356,7 +356,7 @@ class Agent:
         end_when_unreachable(peer, after_s=UNREACHABLE * self._options.silent_s)
         coordinator = Connection(peer)
         hello = {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id()}
-        hello |= {"partner": self._seat.partner, "settings": self._options.settings}
+        hello |= {"partner": self._seat.partner, "settings_hash": self._options.settings_hash}
         place = {"host": socket.gethostname(), "node": node_name()}
         coordinator.send({"key": message["key"], "agent": self._number, **hello, **place})
         is_remote = peer.getpeername()[0] != peer.getsockname()[0]
@@ -436,7 +436,7 @@ class Agent:
         """
         end_s = time.monotonic() + 2 * self._options.silent_s
         while self._options.on_loss == "wait" and not self._join():
-            if not self._is_refused or time.monotonic() > end_s:
+            if self._deadline_s is not None or not self._is_refused or time.monotonic() > end_s:
                 return False
             time.sleep(JOIN_EVERY_S)
         return self._is_welcome
@@ -454,7 +454,7 @@ class Agent:
         assert self._coordinator is not None
         peer = self._coordinator.peer
         self._selector.unregister(peer)
-        select.select([peer], [], [], CONNECT_S)
+        _is_readable(peer, CONNECT_S)
         try:
             messages = self._coordinator.receive()
         except (OSError, ValueError):
@@ -472,7 +472,7 @@ class Agent:
 
     def _keep_joining(self, now_s: float) -> None:
         """Look for the job once a second, in the agent of a spare node. The agent ends if there is none for long."""
-        if now_s > self._join_by_s and self._deadline_s is None:
+        if now_s > self._join_by_s:
             how, code = f"found no running job in {self._options.run_dir}", HANG
             if self._store.has_ended:  # the ranks have said why, and have the exit code
                 how, code = "ends, because the job has ended before it had begun", 0
@@ -575,18 +575,17 @@ class Agent:
         """
         if self._stop is not None:
             self._ask_to_stop(signal.Signals(self._stop[0]).name)
-        elif self._server is not None and self._pid == 0 and now_s > self._next_look_s:
+        elif self._server is not None and now_s > self._next_look_s and (self._pid == 0 or self._stop_file):
             self._next_look_s = now_s + LOOK_EVERY_S
             path = Path(self._options.run_dir) / STOP
-            if path.exists():
-                self._ask_to_stop(f"the file {path}")
-                self._stop_file = path
+            self._stop_file = path if path.exists() else None
+            self._ask_to_stop(f"the file {path}" if self._stop_file else "")
 
     def _ask_to_stop(self, reason: str) -> None:
-        """Send a request to stop to the coordinator, once."""
+        """Send a request to stop to the coordinator, once. An empty text withdraws the request before."""
         if reason != self._told_stop and self._coordinator is not None:
+            self._tell_coordinator({"kind": "stop", "reason": reason, "withdrawn": self._told_stop})
             self._told_stop = reason
-            self._tell_coordinator({"kind": "stop", "reason": reason, "withdrawn": ""})
 
     def _look_at_rank(self, now_s: float) -> int | None:
         """Notice the end of the rank's process. Returns the exit code of this agent if the rank is not replaced."""
@@ -647,6 +646,13 @@ def connect_to(address: str) -> Connection:
     return Connection(peer)
 
 
+def _is_readable(peer: socket.socket, seconds: float) -> bool:
+    """Wait up to so many seconds until a socket can be read. Returns whether it can."""
+    poll = select.poll()  # `select.select` refuses descriptors above 1,023
+    poll.register(peer, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
 def _lives(pid: int) -> bool:
     """Return whether a process of this node exists and has not ended."""
     return pid > 0 and process_id(pid).lives() is True
@@ -662,11 +668,11 @@ def run_agent(words: Sequence[str], options: AgentOptions) -> int:
     """Run an agent whose rank is `txl words`, until the rank has ended. Returns the exit code."""
     command = [sys.executable, "-m", "txl_dist", *words]
     # torch prints a stack of C++ frames for each connection that a lost rank breaks.
-    environment = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | os.environ | _config_copy(words)
+    variables = {"TORCH_CPP_LOG_LEVEL": "FATAL"} | _config_copy(words)
 
     def start(seat: Seat) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            command, env=environment | os.environ | {SEAT: seat.to_json()}, preexec_fn=_die_with_parent()
+            command, env=variables | os.environ | {SEAT: seat.to_json()}, preexec_fn=_die_with_parent()
         )
 
     return Agent(start, options).run()

@@ -1,7 +1,7 @@
 """The coordinator of recovery: hears all agents, and decides which ranks are replaced and when the ranks meet.
 
     agent -> coordinator    hello, status, started, died, unfilled, ready, stepped, failed, left, stop
-    coordinator -> agent    welcome, heard, plan, replace, meet, kill, end
+    coordinator -> agent    welcome, heard, plan, replace, meet, kill, stop, end
 
     all run --a rank is lost--> plan g + 1 to all --every rank is ready--> meet --all made a step--> all run
 
@@ -73,7 +73,7 @@ class MessageError(ValueError):
 
 
 class RefusedError(MessageError):
-    """Agent that can never take part in this job."""
+    """Greeting of an agent whose settings are not those of the job."""
 
 
 class Outgoing(NamedTuple):
@@ -100,7 +100,7 @@ class _Agent:
     """[port, key] of the agent's server of copies. Empty with recover.copies=node."""
     process: object
     """Identity of the agent's process, as JSON values."""
-    settings: str
+    settings_hash: str
     """Hash of the settings that all agents must have in common."""
     heard_s: float
     """Time at which the last status, or the greeting, was received."""
@@ -340,10 +340,11 @@ class Coordinator:
     def _new_agent(self, number: int, message: Message, now_s: float) -> _Agent:
         """Return an agent that greets. Raises KeyError for a malformed message, ValueError if it is here already, and
         RefusedError if its settings are others than those of agent 0."""
-        settings = message["settings"]
-        if 0 in self._agents and settings != self._agents[0].settings:
+        settings_hash = message["settings_hash"]
+        if 0 in self._agents and settings_hash != self._agents[0].settings_hash:
             raise RefusedError(
-                "its settings are not those of the job. Start it with the configuration file and options of the job"
+                "its settings are not those of the job. Start it with the configuration file, the options and the "
+                "version of txl_dist of the job"
             )
         earlier = self._agents.get(number)
         if earlier is not None and earlier.is_connected:
@@ -355,7 +356,7 @@ class Coordinator:
             seat=message["seat"],
             pid=int(message["pid"]),
             process=message["process"],
-            settings=settings,
+            settings_hash=settings_hash,
             partner=message["partner"],
             heard_s=now_s,
         )
@@ -654,13 +655,19 @@ class Coordinator:
     def _note_stop(self, number: int, reason: str, *, withdrawn: str) -> None:
         """Note a request to stop the job, in place of an earlier one. Either text may be empty.
 
-        A rank obeys its own agent's request, but an agent without a rank has nobody to pass it on to but rank 0.
+        A rank obeys the request of its own agent. That of an agent without a rank goes to rank 0, once. It does not
+        count if another agent of the node was lost, because then the launcher ends this node and not the job.
         """
+        sender = self._agents[number]
+        if sender.rank < 0 and any(
+            not agent.is_connected for agent in self._agents.values() if agent.node == sender.node
+        ):
+            return
         self._stops.pop(withdrawn, None)
-        if reason:
-            self._stops.setdefault(reason)
-        if reason and self._agents[number].rank < 0 and not self.is_ended:
-            self._send(next(iter(self._ranked)), {"kind": "stop"})
+        if reason and reason not in self._stops:
+            self._stops[reason] = None
+            if sender.rank < 0 and not self.is_ended:
+                self._send(next(iter(self._ranked)), {"kind": "stop"})
 
     def _judge_regroup(self, now_s: float) -> None:
         """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long."""

@@ -81,7 +81,7 @@ class AgentOptions(NamedTuple):
     """Value of the setting `recover.spare_nodes`."""
     run_dir: str = ""
     """Value of the setting `run.dir`."""
-    settings: str = ""
+    settings_hash: str = ""
     """Hash of the settings that all agents of a job must have in common."""
     join_s: float = 600.0
     """Seconds within which an agent without a rank must find the job. Its ranks must meet in half of that time."""

@@ -5,7 +5,8 @@ Each line that an agent sends carries a random key, which rank 0 shares over the
     a foreign program, which has no key       its connection is dropped, without a line
     an agent whose message cannot be used     a line names the agent and the message. The agent stays, because its rank
                                               works. A loss that the message was about is noticed minutes later
-    an agent whose greeting cannot be used    a line. Its connection is dropped, because it has no place in the job
+    an agent whose greeting cannot be used    a line. Its connection is dropped, because it has no place in the job.
+                                              With other settings than the job's it gets `end` before
     an agent that sends no lines of JSON      a line. Its connection is dropped, and the agent counts as lost
 """
 

@@ -379,8 +379,8 @@ class StateSlots:
 
     def _place_in(self, slot: _Slot) -> object:
         """Return the place of a version in the run, which must be the same on all ranks: its step and its place in the
-        text. Return None if the version has not this rank's present share, with which the ranks of each node have all
-        weights."""
+        text. Return None if the version does not have this rank's present share, with which the ranks of each node
+        have all weights."""
         _, _, facts = slot.read()
         return _place_of(facts) if facts["share"] == [*self._share] else None
 

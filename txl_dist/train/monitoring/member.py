@@ -40,7 +40,7 @@ from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat, seat_of
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import Loss
-from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, first_line, in_one_line
+from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
 from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import open_to_append
 from txl_dist.train.engine.regroup import (
@@ -264,23 +264,6 @@ class Member:
             if self._stacks.stat().st_size == 0:
                 self._stacks.unlink()
             self._stacks.parent.rmdir()
-
-    @contextmanager
-    def connecting(self) -> Iterator[None]:
-        """Return a context manager for the first exchange of the ranks in a generation.
-
-        In the first generation, no agent but that of rank 0 knows the coordinator yet, so no rank can be replaced.
-        LostRankError is raised if a rank was lost or does not answer.
-        """
-        try:
-            yield
-        except RuntimeError as error:  # torch's errors of collectives are RuntimeErrors
-            if self.generation > 1:
-                raise
-            raise LostRankError(
-                "another rank was lost or did not answer before all ranks had connected to each other "
-                f"({first_line(error)}). The same command starts again."
-            ) from error
 
     def share_coordinator(self) -> None:
         """Give all agents the address of the coordinator, in the first generation. All ranks call it together."""

@@ -44,7 +44,7 @@ def start(seat):
 options = AgentOptions(
     silent_s=float(os.environ.get("SILENT_S", "1")), max_in_row=int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4,
     run_dir=os.environ.get("FOLDER", "."), spare_nodes=int(os.environ.get("SPARE_NODES", "0")),
-    settings=os.environ.get("SETTINGS", ""),
+    settings_hash=os.environ.get("SETTINGS", ""),
 )
 agent.FOUND_WITHIN_S = 0.5
 if "UNKILLABLE" in os.environ:
@@ -322,7 +322,7 @@ def test_an_agent_with_other_settings_cannot_join_a_running_job_and_says_so(tmp_
         "pid": 1,
         "process": [],
         "partner": [],
-        "settings": "those of the job",
+        "settings_hash": "those of the job",
     }
     first.send({"kind": "hello", "key": server.key, "agent": 0, **place})
     publish_job(tmp_path, JobAddress("127.0.0.1", server.port, server.key))
@@ -332,6 +332,7 @@ def test_an_agent_with_other_settings_cannot_join_a_running_job_and_says_so(tmp_
     words = [sys.executable, str(agent), "no rank is started", "3", "wait"]
     done = subprocess.run(words, env=os.environ | variables, timeout=60, capture_output=True, text=True, check=False)
     assert done.returncode == 2
+    assert done.stderr.count("cannot join the job") == 1
     assert (
         f"agent 1 on {socket.gethostname()} cannot join the job: its settings are not those of the job" in done.stderr
     )
@@ -601,6 +602,24 @@ def test_a_stop_signal_at_an_agent_without_a_rank_reaches_the_coordinator(monkey
     for _ in range(2):
         agent._look_at_stop(0.0)
     assert told == [{"kind": "stop", "reason": "SIGTERM", "withdrawn": ""}]
+
+
+def test_a_stop_file_that_is_removed_again_is_withdrawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    agent, _, told = agent_without_process(monkeypatch)
+    agent._server, agent._next_look_s, agent._stop_file = object(), 0.0, None  # type: ignore[assignment]
+    agent._options = agent._options._replace(run_dir=str(tmp_path))
+    file = tmp_path / STOP
+    file.touch()
+    agent._look_at_stop(10.0)
+    agent._pid = 7  # a replacement has come
+    file.unlink()
+    agent._look_at_stop(20.0)
+    agent._look_at_stop(30.0)
+    assert told == [
+        {"kind": "stop", "reason": f"the file {file}", "withdrawn": ""},
+        {"kind": "stop", "reason": "", "withdrawn": f"the file {file}"},
+    ]
+    assert agent._stop_file is None
 
 
 def test_a_stop_signal_at_another_agent_reaches_the_rank_also_if_its_process_is_being_replaced(

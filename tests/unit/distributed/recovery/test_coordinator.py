@@ -65,10 +65,10 @@ class Job:
             "hello",
             **place,
             seat=[f"seat {number}"],
-            pid=10 + number,
+            pid=0 if self.coordinator._is_complete else 10 + number,  # who joins later has no process yet
             process=[number],
             partner=[number, "key"],
-            settings=settings,
+            settings_hash=settings,
         )
 
     def tell(self, rank: int, kind: str, **values: Any) -> None:
@@ -486,6 +486,20 @@ def test_a_request_to_stop_at_an_agent_without_a_rank_reaches_rank_0() -> None:
     job.tell(2, "stop", reason="SIGTERM", withdrawn="")
     assert job.told() == [(0, {"kind": "stop"})]
     job.tell(1, "stop", reason="SIGTERM", withdrawn="")  # its rank obeys by itself
+    assert job.told() == []
+
+
+def test_the_same_request_at_many_agents_without_a_rank_reaches_rank_0_once() -> None:
+    job = Job("abcdd", num_ranks=2)
+    for number in (2, 3, 4):
+        job.tell(number, "stop", reason="SIGTERM", withdrawn="")
+    assert job.told() == [(0, {"kind": "stop"})]
+
+
+def test_the_end_of_a_spare_node_that_has_lost_an_agent_does_not_stop_the_job() -> None:
+    job = Job("abcc", num_ranks=2)
+    job.lose_agent(3)
+    job.tell(2, "stop", reason="SIGTERM", withdrawn="")  # its launcher ends the node
     assert job.told() == []
 
 
@@ -919,7 +933,7 @@ def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
         "pid": 1,
         "process": [],
         "partner": [],
-        "settings": "",
+        "settings_hash": "",
     }
     coordinator.receive(0, hello, 0.0)
     coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)

@@ -1,12 +1,12 @@
-"""What all ranks of a run must have in common: settings and plugins, checked before they do anything together, and
-corpora.
+"""Checks that all ranks of a run have the same settings, plugins and corpora.
 
 Ranks that differ would wait for each other forever, or train another model than rank 0 says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -16,10 +16,25 @@ from txl_dist.console.formatting import counted
 from txl_dist.data.loader.corpora import Corpora
 from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.rank_environment import format_ranks
-from txl_dist.errors import ConfigError, raised_everywhere
+from txl_dist.errors import ConfigError, LostRankError, first_line, raised_everywhere
 
 _MOST_NAMED = 3
 """Number of settings that a message names. Others are counted."""
+
+
+@contextmanager
+def first_exchange() -> Iterator[None]:
+    """Return a context manager for what the ranks exchange first, when no watchdog or agent knows all ranks yet.
+
+    Raises LostRankError if another rank was lost or does not answer.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's errors of collectives are RuntimeErrors
+        raise LostRankError(
+            "another rank was lost or did not answer before all ranks had connected to each other "
+            f"({first_line(error)}). The same command starts again."
+        ) from error
 
 
 def check_ranks_alike(config: Config) -> None:
@@ -43,19 +58,20 @@ def check_corpora_alike(corpora: Corpora) -> None:
     splits = [*corpora.train, *corpora.eval.values()]
     problem = corpora_problem(
         gather_objects(
-            [SplitName(split.corpus.fingerprint, split.name, split.corpus.storage.location) for split in splits]
+            [SplitIdentity(split.corpus.fingerprint, split.name, split.corpus.storage.location) for split in splits]
         )
     )
     if problem:
         raise raised_everywhere(ConfigError(problem))
 
 
-class SplitName(NamedTuple):
+class SplitIdentity(NamedTuple):
     """Split of a corpus that a rank reads."""
 
     fingerprint: str
     """Hash of the corpus."""
     split: str
+    """Name of the split."""
     path: str
     """Folder of the corpus on the rank's node. Equal corpora may be in different folders."""
 
@@ -90,10 +106,10 @@ def settings_problem(by_rank: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def corpora_problem(by_rank: Sequence[Sequence[SplitName]]) -> str:
+def corpora_problem(by_rank: Sequence[Sequence[SplitIdentity]]) -> str:
     """Return a message if a rank reads other corpora than rank 0, or an empty text."""
     for rank, splits in enumerate(by_rank):
-        for first, other in zip_longest(by_rank[0], splits, fillvalue=SplitName("", "", "")):
+        for first, other in zip_longest(by_rank[0], splits, fillvalue=SplitIdentity("", "", "")):
             if first[:2] != other[:2]:
                 return (
                     f"corpora differ between ranks: rank 0 reads {_describe_split(first)}, but rank {rank} reads "
@@ -102,7 +118,7 @@ def corpora_problem(by_rank: Sequence[Sequence[SplitName]]) -> str:
     return ""
 
 
-def _describe_split(name: SplitName) -> str:
+def _describe_split(name: SplitIdentity) -> str:
     """Return the split of a corpus as text."""
     if not name.split:
         return "no corpus in its place"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from txl_dist.config.registry import Plugin
-from txl_dist.train.alike import SplitName, corpora_problem, plugin_problem, settings_problem
+from txl_dist.train.monitoring.alike import SplitIdentity, corpora_problem, plugin_problem, settings_problem
 
 
 def test_the_first_three_settings_that_differ_are_named_with_all_ranks_that_differ() -> None:
-    first = {"train.max_steps": 9, "optim.lr": 0.1, "model.width": 8, "run.seed": 1, "metrics.wandb": ""}
-    other = {"train.max_steps": 9, "optim.lr": 0.2, "model.width": 16, "run.seed": 2, "metrics.wandb": "x"}
+    first = {"train.max_steps": 9, "optim.lr": 0.1, "model.width": 8, "run.seed": 1, "train.objective": ""}
+    other = {"train.max_steps": 9, "optim.lr": 0.2, "model.width": 16, "run.seed": 2, "train.objective": "x"}
     assert settings_problem([first, first, other, other, first, other]) == (
         "settings differ between ranks: optim.lr is 0.1 on rank 0, but 0.2 on rank 2; model.width is 8 on rank 0, but "
         "16 on rank 2; run.seed is 1 on rank 0, but 2 on rank 2; and 1 further setting. Rank 0 has other settings than "
@@ -31,7 +31,7 @@ def test_equal_ranks_have_no_problem() -> None:
 
 
 def test_the_first_split_of_other_content_is_named_with_both_folders() -> None:
-    train, valid = SplitName("0" * 64, "train", "data/a"), SplitName("1" * 64, "valid", "data/a")
+    train, valid = SplitIdentity("0" * 64, "train", "data/a"), SplitIdentity("1" * 64, "valid", "data/a")
     copy, other = train._replace(path="copy/a"), train._replace(fingerprint="2" * 64, path="data/b")
     assert corpora_problem([[train, valid], [copy, valid]]) == ""
     assert corpora_problem([[train, valid], [copy, valid], [other, valid]]) == (
