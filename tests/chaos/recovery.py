@@ -33,7 +33,7 @@ from tests.chaos.strikes import (
     thawed,
 )
 from tests.helpers import forked
-from txl_dist.artifacts import list_checkpoints
+from txl_dist.artifacts import list_checkpoints, step_of
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES
 from txl_dist.distributed.rendezvous import free_port
 from txl_dist.errors import ConfigError
@@ -92,6 +92,14 @@ REWINDS = {
     "in it, then again": (f"kill:1:12:load,kill:0:12:load@2,{AGAIN},spike:*:16:step@3",),
 }
 """Kills around a rewind to the checkpoint of step 12, by name."""
+CARRIED = {
+    "text of a phase, in a rewind": (f"kill:1:14:updated,spike:*:15:step@2,{AGAIN}", *SPIKY, *PHASES),
+    "evaluations, made again after a rewind": ("kill:1:15:evaluate#10", *SPIKY, "--eval.every_steps", "15"),
+    "logging interval, in a rewind": (
+        *(f"kill:1:13:decided,spike:*:15:step@2,{AGAIN}", *SPIKY, "--metrics.log_every_steps", "7"),
+    ),
+}
+"""What a replacement continues beside the state: kills with a rewind after or before them."""
 KINDS_OF_RUNS = {
     "phases": (f"kill:1:{STRUCK_AT}:updated,kill:0:15:step@2", *PHASES),
     "phases, in the first step of one": ("kill:1:13:step", *PHASES),
@@ -335,6 +343,37 @@ def ended(lab: Lab, fault: str, *settings: str, reason: str, ranks: int = 2) -> 
     return lab.report(case)
 
 
+def recorded_once(lab: Lab) -> Case:
+    """A sample that the records have is not made again. A checkpoint whose event is missing gets it."""
+    fault = f"kill:1:{STRUCK_AT + 1}:vote,kill:0:{SAVED_AT}:save-renamed@2"
+    case, run = lab.case("recovery: records", fault=fault), lab.new_run("records")
+    with lab.start(run, *ON, *SAMPLES, fault=fault) as job:
+        case.exit_codes.append(job.wait(limit_s=120))
+        if len(job.struck) < 2:
+            case.problems.append(f"only {job.struck} of {fault} struck")
+    samples = [record["step"] for record in run.records("sample")]
+    if len(set(samples)) < len(samples):
+        case.problems.append(f"samples of the steps {samples}")
+    saved = {record["step"] for record in run.records("event") if record["event"] == "saved"}
+    if kept := {step_of(folder) for folder in list_checkpoints(run.dir)} - saved:
+        case.problems.append(f"no event says that the checkpoints of {kept} were saved")
+    return lab.report(case)
+
+
+def stopped_and_struck(lab: Lab) -> Case:
+    """Only rank 1 is asked to stop. All ranks agree, and it is lost in the last save: the job still stops."""
+    fault = f"term:1:{STRUCK_AT}:step,kill:1:{STRUCK_AT + 1}:save-file-half"
+    case, run = lab.case("recovery: stop and loss", fault=fault), lab.new_run("stop-and-loss")
+    with lab.start(run, *ON, fault=fault) as job:
+        case.exit_codes.append(job.wait(limit_s=120))
+        if len(job.struck) < 2:
+            case.problems.append(f"only {job.struck} of {fault} struck")
+    if case.exit_codes != [[75, 75]]:
+        case.problems.append(f"exit codes {case.exit_codes}")
+    lab.finish(case, run, *ON)
+    return lab.report(case)
+
+
 def failed(lab: Lab, *, rank: int = 1) -> Case:
     """An exception of a rank itself ends the job, with its message and exit code on all ranks. None is replaced."""
     fault = f"raise:{rank}:{STRUCK_AT}"
@@ -438,6 +477,10 @@ def recovery(lab: Lab) -> Iterator[Trial]:
     for program in LAUNCHERS:
         yield partial(launched, lab, program)
     yield partial(replaced, lab, f"kill:0:{STRUCK_AT}:decided", "--metrics.log_every_steps", "7")
+    for words in CARRIED.values():
+        yield partial(replaced, lab, *words, both=SPIKES)
+    yield partial(stopped_and_struck, lab)
+    yield partial(recorded_once, lab)
     for words in (*IN_PROGRESS.values(), *KINDS_OF_RUNS.values()):
         for stage in range(4):
             yield partial(replaced, lab, *words, stage=stage)

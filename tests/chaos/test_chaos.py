@@ -18,6 +18,7 @@ from tests.chaos.lock import second_job
 from tests.chaos.oracle import differences_of
 from tests.chaos.pickles import control, poisoned, sealed
 from tests.chaos.recovery import (
+    CARRIED,
     FOUR_IN_ROW,
     IN_PROGRESS,
     KINDS_OF_RUNS,
@@ -30,9 +31,11 @@ from tests.chaos.recovery import (
     launched,
     locked,
     node_lost,
+    recorded_once,
     replaced,
     shrunk,
     stopped,
+    stopped_and_struck,
     storm,
 )
 from tests.chaos.report import tables
@@ -234,6 +237,19 @@ def test_a_loss_in_runs_of_all_kinds_changes_no_bit(lab: Lab, kind: str, stage: 
 )
 def test_lost_copies_come_from_the_other_node_or_from_the_checkpoint(lab: Lab, stage: int, both_copies: bool) -> None:
     assert_passed(damaged(lab, stage=stage, both_copies=both_copies))
+
+
+@pytest.mark.parametrize("what", CARRIED)
+def test_a_loss_changes_nothing_that_is_known_beside_the_state(lab: Lab, what: str) -> None:
+    assert_passed(replaced(lab, *CARRIED[what], both=SPIKES))
+
+
+def test_after_a_loss_samples_and_saves_are_recorded_once(lab: Lab) -> None:
+    assert_passed(recorded_once(lab))
+
+
+def test_a_request_to_stop_outlives_the_rank_that_had_it(lab: Lab) -> None:
+    assert_passed(stopped_and_struck(lab))
 
 
 @pytest.mark.nightly

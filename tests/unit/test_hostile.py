@@ -17,7 +17,7 @@ from txl_dist.inference.bundle import network_of
 from txl_dist.report.records import read_history
 from txl_dist.train.monitoring.preemption import PreemptionRequests, parse_duration
 from txl_dist.train.monitoring.run_lock import RunLock
-from txl_dist.train.run_dir import evaluated_losses
+from txl_dist.train.run_dir import read_run_history
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = ProcessId("elsewhere", "", 7, 7)
@@ -111,7 +111,7 @@ def test_a_stop_that_is_a_file_or_a_folder_is_obeyed_and_cleared(tmp_path: Path,
 @pytest.mark.parametrize("kind", ["folder", "fifo", "device"])
 def test_records_that_cannot_be_read_are_one_line_or_none(tmp_path: Path, kind: str) -> None:
     put(tmp_path / "metrics.jsonl", kind)
-    assert evaluated_losses(tmp_path, up_to=10) == {}
+    assert read_run_history(tmp_path, up_to=10).evaluated == {}
     with pytest.raises(DataError, match=r"not a run with records: metrics\.jsonl"):
         read_history(tmp_path)
 
@@ -121,7 +121,7 @@ def test_records_with_other_types_are_passed_over(tmp_path: Path) -> None:
     lines = [json.dumps(good | change) for change in ({"step": "3"}, {"loss": "a"}, {"loss": None}, {"step": None})]
     lines += ['{"kind": "eval", "step": ' + "[" * 100_000, '["eval"]', '"eval"', json.dumps(good)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert evaluated_losses(tmp_path, up_to=10) == {3: 1.5}
+    assert read_run_history(tmp_path, up_to=10).evaluated == {3: 1.5}
 
 
 @pytest.mark.parametrize(

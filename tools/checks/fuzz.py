@@ -83,7 +83,7 @@ from txl_dist.train.checkpoint.read import consolidated_weights, newest_checkpoi
 from txl_dist.train.monitoring.heartbeats import Beat, _beat
 from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock
-from txl_dist.train.run_dir import evaluated_losses
+from txl_dist.train.run_dir import read_run_history
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -447,7 +447,7 @@ def _make_runs(folder: Path) -> None:
 
 
 def _read_report(folder: Path) -> bool:
-    evaluated_losses(folder, up_to=100)
+    read_run_history(folder, up_to=100)
     run = read_run(folder)
     assert lead(run)
     assert facts_of(run)

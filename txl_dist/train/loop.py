@@ -15,11 +15,12 @@ of the step.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,10 @@ _GROUP_GRACE_S = 30
 watchdog reports a hang first. Its message names the rank at fault."""
 
 
+_NOTHING_CARRIED: dict[str, Any] = {"interval": None, "clipping": [0, 0, 0.0], "skipped": [0, []], "unsaved_s": 0.0}
+"""Values of `TrainingRun._carried` in a process that is no replacement. `began` is added to them."""
+
+
 class Start(NamedTuple):
     """Result of the checks that rank 0 makes before the model is built. It contains the state from which training
     starts in this process. The result is the same on every rank."""
@@ -85,6 +90,10 @@ class Start(NamedTuple):
     """Warnings for the log, one sentence each."""
     newest: Path | None
     """Newest complete checkpoint of the run, or None."""
+    is_sampled: bool = False
+    """Whether the records have a sample text of this step."""
+    lacks_saved: bool = False
+    """Whether the records lack the `saved` event of `newest`."""
     saved: SavedState | None = None
     """Checkpoint to resume from, or None."""
     stored: StoredState | None = None
@@ -138,7 +147,11 @@ class TrainingRun:
         self.maker = batch_maker(
             engine.model, mask_documents=config.data.document_mask, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
+        carried = _NOTHING_CARRIED | {"began": json.dumps([start.step, start.stream.to_dict()])}
+        if start.stored is not None:
+            carried = start.stored.facts["carried"]
         self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
+        self.damage.continue_from(carried["skipped"])
         recovery.watch_passes(engine.model)
         self.clock = StepClock(context.ranks.device, sees_forward=config.engine.zero_stage < 3)
         scored_varies = config.data.document_mask or config.data.on_corrupt == "skip" or config.train.is_permutation
@@ -154,6 +167,7 @@ class TrainingRun:
         )
         sets_norm = "clip_norm" in config.optim.model_fields_set
         self.clipping = Clipping(config.optim.clip_norm, is_default=not sets_norm)
+        self.clipping.continue_from(carried["clipping"])
         self.reporter = MetricReporter(context, start_step=start.step)
         self.stragglers = StragglerWatch(self.reporter)
         self.guard = Guard(context, self.reporter)
@@ -170,7 +184,13 @@ class TrainingRun:
             evaluated=self.evaluated,
             callbacks=self.callbacks,
             mirror=mirror,
+            unsaved_s=carried["unsaved_s"],
         )
+        self._began: str = carried["began"]
+        """Step and stream with which the phase or the process began, as JSON. It is written with each copy, as text,
+        because its JSON takes a tenth of a millisecond."""
+        self._carried_interval: dict[str, Any] | None = carried["interval"]
+        """Sums of the logging interval that this process continues, until it has done so."""
 
     def go(self) -> TrainState:
         """Train until the phase ends or a stop request arrives, and return the last state.
@@ -188,12 +208,15 @@ class TrainingRun:
                     "the run is already at step %d, which is past train.max_steps=%d", state.step, self.max_steps
                 )
             self._start_callbacks(state)
+            if self.start.lacks_saved:
+                self.saving.report_newest()
             is_recovered = self.start.is_inside_phase
             if is_recovered and (self.saving.is_due(state.step) or self._is_best_to_keep(state.step)):
                 self.saving.begin(state)  # the loss may have interrupted this save
             is_unseen = self.observer.should_evaluate(state.step) and state.step not in self.evaluated
             if is_recovered or (state.step and is_unseen):
-                self._observe(state)  # an earlier process may have ended before this evaluation or sample did
+                # An earlier process may have ended before this evaluation or sample did.
+                self._observe(state, is_sampled=self.start.is_sampled)
             self._repeat_validation(state)
             while not self.stopped and state.step < self.last_step:
                 state = self._train_from(state)
@@ -299,11 +322,11 @@ class TrainingRun:
         context = self.context
         config = self.context.config
         interval = Interval(clip_norm=config.optim.clip_norm)
-        stored = self.start.stored
-        if stored is not None and state.step == stored.step:
-            interval.continue_from(stored.facts["interval"])
+        carried, self._carried_interval = self._carried_interval, None
+        if carried is not None:
+            interval.continue_from(carried)
         elif state.step and state.step == context.steps.start:
-            self.recovery.store_beginning(state, self.engine, interval.sums())
+            self.recovery.store_beginning(state, self.engine, self._carried(interval))
         depth = config.data.prefetch_depth
         step_inputs = read_inputs(
             context.corpora.train,
@@ -329,7 +352,7 @@ class TrainingRun:
                 interval.wait(self.clock.elapsed_s())
                 state, votes = self._step(state, step_input, interval)
                 failpoint("boundary", step=step)
-                self.stopped = votes.stop
+                self.stopped = self.watch.stops.is_agreed = votes.stop
                 if votes.written:
                     with interval.paused():
                         self.saving.finish(step)
@@ -343,9 +366,8 @@ class TrainingRun:
                 if is_first or is_last or step % config.metrics.log_every_steps == 0:
                     self._report(state, interval)
                     interval = Interval(clip_norm=config.optim.clip_norm)
-                self.recovery.store(
-                    state, self.engine, interval.sums()
-                )  # after the report, so that no stored step lacks its record
+                # After the report, so that no stored step lacks its record.
+                self.recovery.store(state, self.engine, self._carried(interval))
                 with interval.paused():
                     if is_last or votes.save or self.saving.is_due(step):
                         self.recovery.wait()
@@ -445,10 +467,22 @@ class TrainingRun:
                 "event", {"event": "recovered", "step": step, "restored_from": self.start.origin, **facts}
             )
 
+    def _carried(self, interval: Interval) -> dict[str, Any]:
+        """Return what a replacement of this rank continues beside the state, as values for JSON."""
+        return {
+            "began": self._began,
+            "interval": interval.sums(),
+            "clipping": self.clipping.counts(),
+            "skipped": self.damage.skipped(),
+            "unsaved_s": self.saving.unsaved_s,
+        }
+
     def _votes(self) -> StepFlags:
         """Return this rank's flags for the next all-reduce: stop requested, checkpoint files written, and time for a
         new checkpoint."""
-        return StepFlags(stop=bool(self.watch.stops.reason), written=self.saving.is_written, save=self.saving.is_late)
+        stops = self.watch.stops
+        is_asked = bool(stops.reason) or stops.is_agreed
+        return StepFlags(stop=is_asked, written=self.saving.is_written, save=self.saving.is_late)
 
     def _rewind(self, state: TrainState) -> TrainState | None:
         """Load the newest checkpoint from before the current spikes. From now on the text of these spikes is skipped.
@@ -457,7 +491,9 @@ class TrainingRun:
         """
         self.saving.finish(state.step)
         first_bad = state.step - state.health.spikes_in_row + 1
-        target = find_rewind(self.context, state, first_bad=first_bad, began=(self.start.step, self.start.stream))
+        began_step, stream = json.loads(self._began)
+        began = began_step, StreamState.from_dict(stream)
+        target = find_rewind(self.context, state, first_bad=first_bad, began=began)
         if target is None:
             warn_for_all("no rewind: the run has no checkpoint from before the spike at step %d", first_bad)
             return None
@@ -543,7 +579,7 @@ class TrainingRun:
             )
         self.reporter.write("event", {"event": "clipped", "step": step, **clipped})
 
-    def _observe(self, state: TrainState) -> None:
+    def _observe(self, state: TrainState, *, is_sampled: bool = False) -> None:
         """Write a sample text and evaluate the model, if the settings require it after this step.
 
         A stop request interrupts both and ends the run. With `checkpoint.keep_best` the state is saved if its
@@ -552,7 +588,7 @@ class TrainingRun:
         if self.observer.should_sample(state.step) or self.observer.should_evaluate(state.step):
             self.recovery.wait()  # an evaluation may exchange weights and averages
         try:
-            if self.observer.should_sample(state.step):
+            if self.observer.should_sample(state.step) and not is_sampled:
                 self._before_segment(state.step)
                 self.observer.sample(state.step)
             if not self.observer.should_evaluate(state.step) or state.step in self.evaluated:
@@ -582,6 +618,7 @@ class TrainingRun:
         if votes.written:  # a checkpoint does not wait for the end of an evaluation
             self.saving.finish(step)
         if votes.stop:
+            self.watch.stops.is_agreed = True
             raise StopAskedError
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from txl_dist.artifacts import (
     CHECKPOINTS,
@@ -220,26 +222,52 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str, choose: str = 
     ]
 
 
-def evaluated_losses(run_dir: Path, *, up_to: int, kind: str = "eval") -> dict[int, float]:
-    """Return the losses of the first validation split from metrics.jsonl: a dictionary from step to nats per token.
+class RunHistory(NamedTuple):
+    """Part of the records in metrics.jsonl, up to a step."""
 
-    `kind` is the kind of this split's records. Steps after `up_to` are left out. The dictionary is empty if
-    metrics.jsonl cannot be read.
+    evaluated: dict[int, float]
+    """Losses of the first validation split in nats per token, by step. Those that a rewind gave up are left out."""
+    sampled: set[int]
+    """Steps with a sample text."""
+    saved: set[int]
+    """Steps whose checkpoint was reported as saved."""
+
+
+def read_run_history(run_dir: Path, *, up_to: int, kind: str = "eval") -> RunHistory:
+    """Read metrics.jsonl up to the step `up_to`. `kind` is the kind of the records of the first validation split.
+
+    The history is empty if metrics.jsonl cannot be read.
     """
-    losses: dict[int, float] = {}
+    history = RunHistory({}, set(), set())
+    words = [re.escape(json.dumps(word)) for word in (kind, "sample", "saved", "rewound")]
+    wanted = re.compile("|".join(words).encode())
     try:
         with open_regular(run_dir / RECORDS) as stream:
-            lines = [line for line in stream if json.dumps(kind).encode() in line]
+            lines = [line for line in stream if wanted.search(line)]
     except OSError:
-        return {}
+        return history
     for line in lines:
         try:
             record = parse_object(line)
-            if record["kind"] == kind and record["step"] <= up_to and type(record["loss"]) in (int, float):
-                losses[record["step"]] = record["loss"]
+            _add_to(history, record, step=record["step"], up_to=up_to, kind=kind)
         except (ValueError, KeyError, TypeError):
             continue  # a crash left an incomplete line
-    return losses
+    return history
+
+
+def _add_to(history: RunHistory, record: dict[str, Any], *, step: int, up_to: int, kind: str) -> None:
+    """Add a record of metrics.jsonl to the history."""
+    if record["kind"] == "event" and record["event"] == "rewound":
+        for given_up in [other for other in history.evaluated if other > step]:
+            del history.evaluated[given_up]
+    elif step > up_to:
+        return
+    elif record["kind"] == "sample":
+        history.sampled.add(step)
+    elif record["kind"] == "event" and record["event"] == "saved":
+        history.saved.add(step)
+    elif record["kind"] == kind and type(record["loss"]) in (int, float):
+        history.evaluated[step] = record["loss"]
 
 
 def quarantine(run_dir: Path, *, after_step: int, word: str) -> None:

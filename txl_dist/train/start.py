@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints, newest_step
+from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP, list_checkpoints, newest_step, step_of
 from txl_dist.config.load import Config, configure
 from txl_dist.config.schema import paths_of_sets
 from txl_dist.console.formatting import counted
@@ -56,7 +56,7 @@ from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.loop import Start, TrainingRun
 from txl_dist.train.monitoring.alike import check_corpora_alike, check_ranks_alike, first_exchange
 from txl_dist.train.monitoring.member import Member, RegroupError, join_agent
-from txl_dist.train.monitoring.preemption import PreemptionRequests
+from txl_dist.train.monitoring.preemption import LOST_REQUEST, PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, is_shared, prove_shared
 from txl_dist.train.monitoring.watch import Monitor, Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
@@ -65,11 +65,11 @@ from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import (
     check_paths,
     check_run_dir,
-    evaluated_losses,
     kept_precision,
     next_commands,
     open_run_dir,
     quarantine,
+    read_run_history,
     tidy_checkpoints,
 )
 from txl_dist.train.run_plan import RunPlan, Stage, plan_run
@@ -185,8 +185,9 @@ def _pretrain_with_recovery(
                 with first_exchange() if member.generation == 1 else nullcontext():
                     check_ranks_alike(config)  # first: a rank without recovery has no coordinator
                     member.share_coordinator()
-                if member.generation > 1 and (resume in ("must", "never") or list_checkpoints(run_dir)):
-                    resume = "auto"  # the run has begun, so it continues from its own checkpoints
+                has_begun = member.generation > 1 and any(gather_objects(member.has_begun))
+                if has_begun and (resume in ("must", "never") or list_checkpoints(run_dir)):
+                    resume = "auto"  # it continues from its own checkpoints
                 result = _train(config, stack, ranks, stops, member, traced, called, member, resume=resume)
                 member.exit_code = result.exit_code
                 return result
@@ -242,6 +243,7 @@ def _train(
     is_start = True
     while True:
         context, start, engine = _begin(plan, watch, recovery, mirror, resume=resume, is_start=is_start)
+        recovery.mark_begun()
         is_start = False
         with _closing(engine, ranks, member):
             run = TrainingRun(context, start, engine, watch, profile, callbacks, recovery, mirror)
@@ -262,7 +264,7 @@ def _train(
         loss=run.loss,
         validation_loss=run.evaluated[max(run.evaluated)] if run.evaluated else None,
         ended="stopped" if run.stopped else "done",
-        reason=", ".join(reasons) if run.stopped else "train.max_steps",
+        reason=", ".join(reasons or [LOST_REQUEST]) if run.stopped else "train.max_steps",
         checkpoint=run.saving.newest,
         run_dir=run_dir,
     )
@@ -483,7 +485,7 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
     end = stream.advanced((last_step - step) * step_len)
     warnings += warnings_on_repetition(corpora.train, end, step_len=step_len, last_step=last_step)
     warnings += stage.warnings.size + stage.warnings.settings
-    evaluated = evaluated_losses(context.run_dir, up_to=step, kind=corpora.first_kind)
+    evaluated = read_run_history(context.run_dir, up_to=step, kind=corpora.first_kind).evaluated
     newest = saved.folder if saved else None
     return Start(step, stream, tokenizer_json, evaluated, warnings, newest=newest, saved=saved)
 
@@ -496,9 +498,18 @@ def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:
     """
     quarantine(context.run_dir, after_step=step, word="damaged")
     tokenizer_json = context.corpora.first.tokenizer.to_json()
-    evaluated = evaluated_losses(context.run_dir, up_to=step, kind=context.corpora.first_kind)
+    history = read_run_history(context.run_dir, up_to=step, kind=context.corpora.first_kind)
     newest = next(reversed(list_checkpoints(context.run_dir)), None)
-    return Start(step, stream, tokenizer_json, evaluated, [], newest=newest)
+    return Start(
+        step,
+        stream,
+        tokenizer_json,
+        history.evaluated,
+        [],
+        newest=newest,
+        is_sampled=step in history.sampled,
+        lacks_saved=newest is not None and step_of(newest) not in history.saved,
+    )
 
 
 def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:

@@ -15,9 +15,9 @@ from txl_dist.train.checkpoint.read import choose_checkpoint
 from txl_dist.train.checkpoint.validate import read_state
 from txl_dist.train.run_dir import (
     check_run_dir,
-    evaluated_losses,
     open_run_dir,
     quarantine,
+    read_run_history,
     refuse_frozen_changes,
 )
 
@@ -152,7 +152,7 @@ def test_newer_checkpoints_are_set_aside_under_a_name_of_their_own(tmp_path: Pat
 
 
 def test_evaluations_are_known_by_step_but_for_later_ones_and_torn_lines(tmp_path: Path) -> None:
-    assert evaluated_losses(tmp_path, up_to=9) == {}
+    assert read_run_history(tmp_path, up_to=9).evaluated == {}
     lines = [
         '{"kind": "train", "step": 3, "loss": 9.0}',
         '{"kind": "eval", "step": 3, "loss": 2.5}',
@@ -163,4 +163,20 @@ def test_evaluations_are_known_by_step_but_for_later_ones_and_torn_lines(tmp_pat
         '{"kind": "eval", "step": 12, "loss": 2.0}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert evaluated_losses(tmp_path, up_to=9) == {3: 2.5, 9: 2.25}
+    assert read_run_history(tmp_path, up_to=9).evaluated == {3: 2.5, 9: 2.25}
+
+
+def test_the_history_has_samples_and_saves_and_no_evaluation_that_a_rewind_gave_up(tmp_path: Path) -> None:
+    lines = [
+        '{"kind": "eval", "step": 3, "loss": 2.5}',
+        '{"kind": "sample", "step": 4, "text": "saved"}',
+        '{"kind": "event", "event": "saved", "step": 5}',
+        '{"kind": "eval", "step": 6, "loss": 9.0}',
+        '{"kind": "eval", "step": 8, "loss": 9.5}',
+        '{"kind": "event", "event": "rewound", "step": 5, "from": 8}',
+        '{"kind": "eval", "step": 6, "loss": 2.25}',
+        '{"kind": "sample", "step": 12, "text": "rewound"}',
+        '{"kind": "event", "event": "saved", "step": 12}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_run_history(tmp_path, up_to=9) == ({3: 2.5, 6: 2.25}, {4}, {5})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from txl_dist.errors import DataError, UnreachableError
 
@@ -22,6 +24,15 @@ class CorruptionPolicy:
         self.num_skipped = 0
         """Number of different documents that this rank has skipped since it started. If a shard cannot be opened, all
         of its documents count."""
+
+    def skipped(self) -> list[Any]:
+        """Return the skipped documents and their number as values for JSON. `continue_from` takes them."""
+        return [self.num_skipped, sorted(self._skipped)]
+
+    def continue_from(self, skipped: Sequence[Any]) -> None:
+        """Continue the count of another process, after the loss of a rank."""
+        self.num_skipped, documents = skipped
+        self._skipped = {(shard, document) for shard, document in documents}
 
     def skip(self, error: DataError, *, shard: str, document: int, count: int = 1) -> None:
         """Count and log one damaged document. With `document` -1, count all `count` documents of a shard that cannot be

@@ -60,13 +60,15 @@ class CheckpointManager:
         evaluated: Mapping[int, float],
         callbacks: Callbacks,
         mirror: Mirror | None = None,
+        unsaved_s: float = 0.0,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the parts of the run that a save needs.
 
         `newest` is the checkpoint that the run resumed, or None. `evaluated` maps each evaluated step to its validation
-        loss, and the run adds later evaluations to it. `mirror` uploads the checkpoints, or is None. `clock_s` returns
-        the time in seconds for `checkpoint.every_minutes`.
+        loss, and the run adds later evaluations to it. `mirror` uploads the checkpoints, or is None. `unsaved_s` is the
+        number of seconds since the last save before, and `clock_s` returns the time in seconds, for
+        `checkpoint.every_minutes`.
         """
         self._saver = saver
         self._engine = engine
@@ -82,7 +84,7 @@ class CheckpointManager:
         self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
         self._retry_at = 0
         self._clock_s = clock_s
-        self._counts_from_s = clock_s()
+        self._counts_from_s = self._counted_from_s = clock_s() - unsaved_s
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
         self._obeyed_stops: int | None = None
@@ -124,12 +126,18 @@ class CheckpointManager:
         interval_s = 60 * self._context.config.checkpoint.every_minutes
         return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
+    @property
+    def unsaved_s(self) -> float:
+        """Seconds since the last save began that is not in progress any more."""
+        return self._clock_s() - (self._counted_from_s if self._saver.in_flight else self._counts_from_s)
+
     def begin(self, state: TrainState) -> None:
         """Begin to save the state, unless this or a later state is already saved. The previous save is finished first.
 
         After the loss of a rank the copies may be older than the newest checkpoint, which then is of the same run.
         """
         self.finish(state.step)
+        self._counted_from_s = self._counts_from_s
         self._retry_at, self._counts_from_s = 0, self._clock_s()
         if self._has(state.step):
             return
@@ -194,6 +202,13 @@ class CheckpointManager:
         self._reporter.write("event", {**record, "seconds": round(stall_s, 3), "gib": round(result.gib, 6)})
         self._callbacks.end_save(SaveEnd(result.step, result.folder))
         return True
+
+    def report_newest(self) -> None:
+        """Write the `saved` event of the newest checkpoint. The rank that committed it was lost before it did so."""
+        assert self._newest is not None
+        size = sum(path.stat().st_size for path in self._newest.iterdir()) if self._leads_disk else 0
+        record = {"event": "saved", "step": step_of(self._newest), "path": self._newest.name}
+        self._reporter.write("event", {**record, "seconds": 0.0, "gib": round(size / 2**30, 6)})
 
     def abandon(self) -> None:
         """End a save that is in progress without committing it. This rank then leaves the job or its generation."""

@@ -43,13 +43,13 @@ class Recovery:
         All ranks call it together. Raises ConfigError on all ranks.
         """
 
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
-        """Begin to store the state after a step, and the sums of the logging interval, if a copy is due.
+    def store(self, state: TrainState, engine: Engine, carried: dict[str, Any]) -> None:
+        """Begin to store the state after a step, if a copy is due, with further values that a replacement continues.
 
         Weights may change again only after `wait`.
         """
 
-    def store_beginning(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+    def store_beginning(self, state: TrainState, engine: Engine, carried: dict[str, Any]) -> None:
         """Store the state with which a phase begins. Returns when all ranks have stored it.
 
         So a loss in the first step does not make the phase before end again. All ranks call it together.
@@ -74,6 +74,9 @@ class Recovery:
 
         Without this a pass of many seconds would continue until the next collective.
         """
+
+    def mark_begun(self) -> None:
+        """Note that the run directory is opened. After a loss the run then continues from its own checkpoints."""
 
     def mark_loaded(self) -> None:
         """Note that the state is loaded from which training starts."""
@@ -175,15 +178,15 @@ class InJobRecovery(Recovery):
         self._slots.check_room(state, engine)
 
     @override
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
+    def store(self, state: TrainState, engine: Engine, carried: dict[str, Any]) -> None:
         has_rewound = state.step <= self._last_step  # all copies are of steps that the run has given up
         if state.step % self._copy_every == 0 or has_rewound:
-            self._slots.store(state, engine, sums)
+            self._slots.store(state, engine, carried)
         self._last_step = state.step
 
     @override
-    def store_beginning(self, state: TrainState, engine: Engine, sums: dict[str, Any]) -> None:
-        self._slots.store(state, engine, sums, begins_phase=True)
+    def store_beginning(self, state: TrainState, engine: Engine, carried: dict[str, Any]) -> None:
+        self._slots.store(state, engine, carried, begins_phase=True)
         self._last_step = state.step
         self._slots.wait()
         barrier()
@@ -216,6 +219,10 @@ class InJobRecovery(Recovery):
         """Return whether a pass of the model must end. It is asked between two blocks."""
         failpoint("pass", step=self._member.step)
         return self._member.must_leave
+
+    @override
+    def mark_begun(self) -> None:
+        self._member.has_opened = True
 
     @override
     def mark_loaded(self) -> None:

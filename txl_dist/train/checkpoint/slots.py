@@ -190,7 +190,8 @@ class StoredState:
     step: int
     stream: StreamState
     facts: dict[str, Any]
-    """Small values of the state: `step`, `tokens`, `health`, `stream`, `loss_scale`, `interval` and `begins_phase`."""
+    """Small values of the state: `step`, `tokens`, `health`, `stream`, `loss_scale`, `carried` and `begins_phase`. With
+    fewer ranks than before they are those of rank 0."""
     source: Source
     """Weights and optimizer state of the ranks of this node."""
     memories: tuple[Memory, ...]
@@ -265,11 +266,12 @@ class StateSlots:
         self._thread = ThreadPoolExecutor(1, "state slots")
         self._writing: Future[None] | None = None
 
-    def store(self, state: TrainState, engine: Engine, sums: dict[str, Any], *, begins_phase: bool = False) -> None:
+    def store(self, state: TrainState, engine: Engine, carried: dict[str, Any], *, begins_phase: bool = False) -> None:
         """Begin to store the state after a step, in a thread. Weights may change again only after `wait`.
 
-        `sums` are the values of the logging interval in progress, for JSON. `begins_phase` says that the state is that
-        of the phase's beginning, for instance with memories of another length than the step before has left.
+        `carried` are further values of this rank's process, for JSON, that a replacement continues. `begins_phase` says
+        that the state is that of the phase's beginning, for instance with memories of another length than the step
+        before has left.
         """
         self.wait()
         partitions = engine.partition_states()
@@ -287,7 +289,7 @@ class StateSlots:
             "health": state.health.to_dict(),
             "stream": state.stream.to_dict(),
             "loss_scale": engine.loss_scale(),
-            "interval": sums,
+            "carried": carried,
             "begins_phase": begins_phase,
             "updates": [partition.step for partition in partitions],
             "share": self._share,

@@ -38,6 +38,7 @@ from txl_dist.distributed.processes import name_process
 from txl_dist.distributed.recovery.agent import connect_to
 from txl_dist.distributed.recovery.partner import PartnerAddress
 from txl_dist.distributed.recovery.seat import GENERATION, Seat, read_seat, seat_of
+from txl_dist.distributed.recovery.slot_file import SlotFile
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import Loss
 from txl_dist.errors import HANG, ConfigError, LostRankError, TxlError, in_one_line
@@ -173,6 +174,8 @@ class Member:
         self._num_cuts = 0
         self._store: TCPStore | None = None
         self._lock: RunLock | None = None
+        self.has_opened = False
+        """Whether this process has opened the run directory."""
         try:
             self._agent = connect_to(seat.address)
         except OSError as error:
@@ -195,6 +198,11 @@ class Member:
     def slots(self) -> list[str]:
         """Paths of the slots for copies of this rank's state."""
         return [self._seat.path_of(slot) for slot in self._seat.slots]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has begun: this process has opened its directory, or this rank has stored a state of it."""
+        return self.has_opened or any(map(_holds_version, self.slots))
 
     @property
     def agent_pid(self) -> int:
@@ -463,7 +471,10 @@ class Member:
     def _is_caused_by_loss(self, error: Exception) -> bool:
         """Return whether a newer plan explains an error of the main thread. This can take a few seconds."""
         if isinstance(error, TxlError) and not isinstance(error, LostRankError):
-            return self._is_superseded()
+            cause = error.__cause__  # a plugin's optimizer may have been in a collective
+            if not isinstance(cause, RuntimeError) or not may_come_from_loss(cause):
+                return self._is_superseded()
+            error = cause
         self._cut.cut()  # the others need not wait for this rank
         self.beat("regroup")
         silent_s = min(self._seat.silent_s, self._page.read().limit_s / 2)  # else this rank counts as hung first
@@ -521,6 +532,15 @@ class Member:
 
 def _pass_update(member: Member) -> None:
     failpoint("updating", step=member.step)
+
+
+def _holds_version(path: str) -> bool:
+    """Return whether the slot at this path holds a version."""
+    slot = SlotFile(path)
+    try:
+        return slot.head.serial > 0
+    finally:
+        slot.close()
 
 
 def is_first_process(seat: Seat) -> bool:

@@ -35,6 +35,8 @@ POLL_EVERY_S = 1.0
 LAUNCHED_BY = "TXL_LAUNCHED_BY"
 """Environment variable in which `txl launch` stores the host, pid and start time of its own process. So a rank notices
 the end of `txl launch` even if `txl launch` ended before the rank started."""
+LOST_REQUEST = "a request to a rank that was lost"
+"""Reason to stop if all ranks have agreed to it, but no rank has the request any more."""
 MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
 
@@ -51,6 +53,8 @@ class PreemptionRequests:
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0, first_pid: int = 0) -> None:
         self._stop_file = stop_file
         self._max_time_s = max_time_s
+        self.is_agreed = False
+        """Whether all ranks have agreed to stop, because of a request to any of them. That rank may be lost now."""
         self._reason = ""
         self._signals: list[int] = []
         self._others: list[str] = []  # reasons besides signals
@@ -83,7 +87,8 @@ class PreemptionRequests:
 
         Neither is recorded, so rank 0 alone reports it later. The value is empty if there is no reason.
         """
-        return self.reason or next(self._other_reasons(stop_file, max_time_s), "")
+        agreed = LOST_REQUEST if self.is_agreed else ""
+        return self.reason or agreed or next(self._other_reasons(stop_file, max_time_s), "")
 
     @property
     def count(self) -> int:

@@ -184,6 +184,15 @@ class Clipping:
             self._num_clipped += grad_norm > self._norm
             self._sum += grad_norm
 
+    def counts(self) -> list[float]:
+        """Return the counts as values for JSON. `continue_from` takes them."""
+        return [self._num_made, self._num_clipped, self._sum]
+
+    def continue_from(self, counts: Sequence[float]) -> None:
+        """Continue the counts of another process, after the loss of a rank."""
+        num_made, num_clipped, self._sum = counts
+        self._num_made, self._num_clipped = int(num_made), int(num_clipped)
+
     def record(self) -> Record | None:
         """Return the fields of the `clipped` event: `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`.
 

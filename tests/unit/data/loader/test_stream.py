@@ -564,6 +564,18 @@ def test_a_damaged_document_may_be_skipped_and_moves_nothing(damaged: tuple[Corp
     assert 0 < num_unscored < 150 * 8
 
 
+def test_a_replacement_continues_the_count_of_skipped_documents() -> None:
+    damage = CorruptionPolicy(skip=True, max_skipped=2)
+    damage.skip(DataError("damaged"), shard="a", document=3)
+    later = CorruptionPolicy(skip=True, max_skipped=2)
+    later.continue_from(json.loads(json.dumps(damage.skipped())))
+    later.skip(DataError("damaged"), shard="a", document=3)  # counted before
+    later.skip(DataError("damaged"), shard="b", document=3)
+    assert later.num_skipped == 2
+    with pytest.raises(DataError, match="skipped 3 documents in all"):
+        later.skip(DataError("damaged"), shard="b", document=4)
+
+
 def test_a_lost_shard_may_be_skipped_within_the_budget_only(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path)
     split = corpus.split("train")

@@ -369,6 +369,7 @@ def saving(
     requests: Any = None,
     beat: Callable[[str], None] = lambda phase: None,
     clock_s: Callable[[], float] = time.monotonic,
+    unsaved_s: float = 0.0,
 ) -> tuple[CheckpointManager, Records]:
     monkeypatch.setattr(saving_module, "make_probes", lambda *_, **__: PROBE)
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
@@ -378,7 +379,15 @@ def saving(
     it.saver.watch = it.saver.watch._replace(stops=requests or Requests(), watchdog=watchdog)
     callbacks = Callbacks(())
     return CheckpointManager(
-        it.saver, it.engine, maker, records, newest=None, evaluated=losses or {}, callbacks=callbacks, clock_s=clock_s
+        it.saver,
+        it.engine,
+        maker,
+        records,
+        newest=None,
+        evaluated=losses or {},
+        callbacks=callbacks,
+        unsaved_s=unsaved_s,
+        clock_s=clock_s,
     ), records
 
 
@@ -396,6 +405,24 @@ def test_minutes_count_from_the_beginning_of_the_last_save_and_of_the_run(
     one.finish(4)
     assert seen == [False, True, False, True]
     assert not one.is_due(4), "the interval of steps is switched off"
+
+
+def test_minutes_go_on_after_a_loss_and_a_save_that_it_dropped_is_due_at_once(
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now_s=500.0)
+    it = parts(alone, tmp_path, every_steps=0, every_minutes=1.5)
+    first, _ = saving(it, monkeypatch, clock_s=lambda: clock.now_s)
+    clock.now_s = 560.0
+    assert first.unsaved_s == 60.0
+    clock.now_s = 600.0
+    first.begin(it.state(1))
+    clock.now_s = 601.0
+    assert first.unsaved_s == 101.0  # that save may still be dropped
+    second, _ = saving(it, monkeypatch, clock_s=lambda: clock.now_s, unsaved_s=first.unsaved_s)
+    assert second.is_late
+    first.finish(1)
+    assert first.unsaved_s == 1.0
 
 
 def test_without_minutes_the_clock_never_asks_for_a_checkpoint(

@@ -1,9 +1,11 @@
 """An error of a rank itself is told from an error that the loss of another rank may have caused."""
 
 import sys
+import threading
 import types
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as torch_dist
 from tests.helpers.tiny import tiny_config
 from txl_dist.distributed.recovery.seat import Seat
 from txl_dist.distributed.recovery.verdicts import Loss
-from txl_dist.errors import ConfigError, LostRankError
+from txl_dist.errors import ConfigError, LostRankError, TrainingError
 from txl_dist.train import start
 from txl_dist.train.callbacks import Callbacks
 from txl_dist.train.monitoring import member as member_module
@@ -102,18 +104,71 @@ def test_only_an_error_of_the_rank_itself_is_noted_as_the_end_of_the_run(
     monkeypatch.setattr(start, "distributed_context", lambda **_: nullcontext(types.SimpleNamespace(rank=0)))
     monkeypatch.setattr(start, "start_logging", lambda **_: None)
     monkeypatch.setattr(start, "check_ranks_alike", lambda config: None)
+    monkeypatch.setattr(start, "gather_objects", lambda value: [value])
     monkeypatch.setattr(Member, "_is_caused_by_loss", lambda self, error: isinstance(error, LostRankError))
     for name in ("leave", "close", "limit", "open_store", "_tell"):
         monkeypatch.setattr(Member, name, lambda *_, **__: None)
     monkeypatch.setattr(Member, "collecting", lambda self: nullcontext())
     member: Any = object.__new__(Member)
     member.generation, member._is_ended, member._seat = 2, False, Seat("", 0, 0, [], [], {})
+    member.has_opened = False
     config = tiny_config(run={"dir": str(tmp_path)})
     with pytest.raises(ConfigError):
         start._pretrain_with_recovery(
             config, member, cast("Callbacks", None), resume="auto", max_time_s=0.0, profile=range(0)
         )
     assert notes == ["the run ends: train.max_steps=0 must be positive"]
+
+
+@pytest.mark.parametrize(
+    ("resume", "has_opened", "then"),
+    [("never", False, "never"), ("must", False, "must"), ("never", True, "auto"), ("must", True, "auto")],
+)
+def test_after_a_loss_the_word_resume_still_counts_unless_the_run_had_begun(
+    resume: str, has_opened: bool, then: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(start, "_train", lambda *_, resume: given.append(resume) or SimpleNamespace(exit_code=0))
+    monkeypatch.setattr(start, "distributed_context", lambda **_: nullcontext(SimpleNamespace(rank=0)))
+    for name in ("start_logging", "check_ranks_alike"):
+        monkeypatch.setattr(start, name, lambda *_, **__: None)
+    monkeypatch.setattr(start, "gather_objects", lambda value: [value])
+    for name in ("leave", "close", "limit", "open_store", "share_coordinator"):
+        monkeypatch.setattr(Member, name, lambda *_, **__: None)
+    monkeypatch.setattr(Member, "collecting", lambda self: nullcontext())
+    member: Any = object.__new__(Member)
+    member.generation, member.has_opened, member._seat = 2, has_opened, Seat("", 0, 0, [], [], {})
+    start._pretrain_with_recovery(
+        tiny_config(run={"dir": str(tmp_path)}),
+        member,
+        cast("Callbacks", None),
+        resume=resume,
+        max_time_s=0.0,
+        profile=range(0),
+    )
+    assert given == [then]
+
+
+@pytest.mark.parametrize(
+    ("cause", "waits"),
+    [(RuntimeError("Connection closed by peer [127.0.0.1]:1234"), True), (ValueError("of the plugin itself"), False)],
+)
+def test_an_error_of_a_plugin_in_a_collective_may_come_from_a_loss(
+    cause: Exception, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s: list[float] = []
+    member: Any = object.__new__(Member)
+    member._cut = SimpleNamespace(cut=lambda: None)
+    member._seat = Seat("", 0, 0, [], [], {}, silent_s=6.0)
+    member._page = SimpleNamespace(read=lambda: SimpleNamespace(limit_s=60.0))
+    member._condition = threading.Condition()
+    monkeypatch.setattr(member._condition, "wait_for", lambda _, seconds: waited_s.append(seconds), raising=False)
+    monkeypatch.setattr(Member, "beat", lambda self, phase: None)
+    monkeypatch.setattr(Member, "_is_superseded", lambda self: True)
+    error = TrainingError("the plugin's optimizer failed")
+    error.__cause__ = cause
+    assert member._is_caused_by_loss(error)
+    assert bool(waited_s) == waits
 
 
 def test_a_rank_that_waits_for_the_others_of_a_generation_can_count_as_frozen(

@@ -33,6 +33,15 @@ def test_skipped_steps_count_neither_as_clipped_nor_as_made() -> None:
     assert record_of([math.inf] * 100) is None
 
 
+def test_a_replacement_continues_the_counts() -> None:
+    before = Clipping(0.25, is_default=True)
+    for norm in (1.0, 3.0, math.inf) * 15:
+        before.add(norm)
+    after = Clipping(0.25, is_default=True)
+    after.continue_from(before.counts())
+    assert after.record() == before.record() is not None
+
+
 @pytest.mark.parametrize("norm", [0.25, 1.0, 0.0])
 def test_a_norm_that_the_settings_name_is_the_choice_of_whoever_wrote_it(norm: float) -> None:
     assert record_of([5.0] * 100, clip_norm=norm) is None
