@@ -62,11 +62,13 @@ class _HalfLayerNorm(torch.autograd.Function):
         d_x, _, _ = torch.ops.aten.native_layer_norm_backward(
             d_normed.contiguous(), x, list(weight.shape), mean, scale, wide, wide, only_x
         )
-        # The weight's gradient is the sum over rows of (x - mean) * scale * d_normed.
+        # The weight's gradient is the sum over rows of (x - mean) * scale * d_normed. The mean is subtracted in two
+        # parts, because a difference of two large sums would lose all digits where the mean is large.
         d_normed_RD = d_normed.flatten(0, -2)
         scale_R = scale.flatten()
-        shift_R = mean.flatten() * scale_R
-        rows_2R = torch.stack([torch.ones_like(scale_R), shift_R]).to(x.dtype)
+        near = mean.to(x.dtype)
+        rest_R = (mean - near).flatten() * scale_R
+        rows_2R = torch.stack([torch.ones_like(scale_R), rest_R]).to(x.dtype)
         d_bias, shifted = rows_2R @ d_normed_RD
-        scaled_1D = scale_R[None].to(x.dtype) @ (x.flatten(0, -2) * d_normed_RD)
+        scaled_1D = scale_R[None].to(x.dtype) @ ((x - near).flatten(0, -2) * d_normed_RD)
         return d_x, scaled_1D[0] - shifted, d_bias, None

@@ -156,13 +156,14 @@ def kept_precision(run_dir: Path, *, resume: str = "auto") -> Precision | None:
     A run that ended before its first checkpoint begins again with its precision: the ranks of a recovery ask here too,
     and continue from copies in memory.
 
-    If `resume` is the folder of a checkpoint, its precision is returned. Otherwise the run directory is read. If it has
-    no config.toml, its newest undamaged checkpoint is read, with the hashes of all its files. Raises ConfigError if the
-    settings cannot be read.
+    If `resume` is the folder of a checkpoint, its precision is returned. Otherwise, or if the folder is gone, which a
+    recovery does not need any more, the run directory is read. If it has no config.toml, its newest undamaged
+    checkpoint is read, with the hashes of all its files. Raises ConfigError if the settings cannot be read.
     """
+    kept = None
     if resume not in ("auto", "must", "never"):
-        return _precision_in(Path(resume))
-    kept = _precision_in(run_dir)
+        kept = _precision_in(Path(resume))
+    kept = kept or _precision_in(run_dir)
     for checkpoint in reversed(list_checkpoints(run_dir)):
         if kept is not None:
             break

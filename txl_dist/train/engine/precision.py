@@ -185,8 +185,19 @@ def product_speedup() -> float:
     """Return how many times as fast a product of bf16 matrices is as the same product in fp32.
 
     Both times are the best of some rounds, in turn. They are processor time of this thread, because other programs on
-    the machine change the ratio of elapsed times, and with it the precision of a run.
+    the machine change the ratio of elapsed times, and with it the precision of a run. With more threads this thread
+    would spend its time waiting for the others, so one thread computes.
     """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _product_speedup()
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _product_speedup() -> float:
+    """Return the result of `product_speedup`, with the present number of threads."""
     best_s = []
     products = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -82,6 +82,21 @@ def test_timing_products_draws_no_random_numbers_and_returns_a_ratio() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_products_are_timed_with_one_thread_because_waiting_for_others_would_measure_their_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "mm", lambda rows, weight: counts.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        product_speedup()
+        assert set(counts) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_new_run_is_in_bf16_only_if_every_rank_is_fast() -> None:
     assert choose_precision("auto", kept=None, answers=[FAST, FAST]) == ChosenPrecision("bf16", FAST.reason)
     assert choose_precision("auto", kept=None, answers=[SLOW]) == ChosenPrecision("fp32", SLOW.reason)
@@ -147,6 +162,7 @@ def test_the_kept_precision_is_that_of_the_run_directory_or_of_its_newest_checkp
     write("run", "tf32")
     assert kept_precision(tmp_path / "run", resume="must") == "tf32"
     assert kept_precision(tmp_path / "other", resume=str(older)) == "fp32"
+    assert kept_precision(tmp_path / "run", resume=str(tmp_path / "pruned since")) == "tf32"  # a recovery goes on
     write("run", "auto")  # edited by hand
     assert kept_precision(tmp_path / "run") == "bf16"
 
