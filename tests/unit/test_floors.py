@@ -36,7 +36,7 @@ HOUSE = (
 )
 """Files at the top and folders, from the ground up."""
 INSIDE = {
-    "config": ("flags foreign_names registry renamed", "schema", "load", "phases"),
+    "config": ("flags foreign_names job_settings registry renamed", "schema", "load", "phases"),
     "console": ("echo formatting suggest", "logging", "progress"),
     "data": ("format workers", "ray_workers", "storage", "loader", "verify", "prepare"),
     "distributed": ("malloc processes rank_environment socket_cut", "connection rendezvous", "collectives", "recovery"),

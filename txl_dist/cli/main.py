@@ -41,7 +41,8 @@ from txl_dist.cli.train import check_config_file, usage
 from txl_dist.cli.typed_text import decode_texts
 from txl_dist.cli.tyro_events import Argument, list_arguments
 from txl_dist.config.foreign_names import find_command
-from txl_dist.config.load import Config, changed, choices_of, hash_of_job, load_config, setting_names, settle_lanes
+from txl_dist.config.job_settings import hash_of_job
+from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names, settle_lanes
 from txl_dist.config.phases import max_ranks
 from txl_dist.config.registry import load_plugins
 from txl_dist.config.renamed import rename_variables, words_in_new_names
@@ -161,7 +162,7 @@ def agent_options(settings: Config) -> AgentOptions:
         spare_nodes=recover.spare_nodes,
         run_dir=settings.run.dir,
         join_s=2.0 * settings.engine.start_timeout_s,
-        settings_hash=hash_of_job(settings),
+        settings_hash=hash_of_job(settings.model_dump(mode="json")),
     )
 
 

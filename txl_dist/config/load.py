@@ -622,44 +622,6 @@ def config_fingerprint(config: Config) -> str:
     return hashlib.sha256(json.dumps(flat_in_old_names(frozen), sort_keys=True).encode()).hexdigest()
 
 
-_OF_A_NODE = frozenset(
-    {
-        "run.dir",
-        "run.init",
-        "run.plugins",
-        "data.path",
-        "data.more_paths",
-        "data.prefetch_depth",
-        "data.cache_dir",
-        "data.cache_gib",
-        "data.retries",
-        "data.allow_protocols",
-        "engine.num_threads",
-        "eval.sets",
-        "metrics.tensorboard",
-        "metrics.wandb",
-        "metrics.wandb_entity",
-        "metrics.wandb_name",
-        "metrics.wandb_group",
-        "metrics.wandb_tags",
-        "metrics.wandb_id",
-        "metrics.wandb_resume",
-    }
-)
-"""Settings that may differ between the ranks of a job: paths and their storage, the use of a node's processors and
-disks, and records that only rank 0 writes."""
-
-
-def settings_of_job(config: Config) -> dict[str, Any]:
-    """Return the settings that must be the same on all ranks of a job, by `section.key`."""
-    return {key: value for key, value in flat(config) if key not in _OF_A_NODE}
-
-
-def hash_of_job(config: Config) -> str:
-    """Return the sha256 hash of `settings_of_job`."""
-    return hashlib.sha256(json.dumps(settings_of_job(config), sort_keys=True).encode()).hexdigest()
-
-
 class Change(NamedTuple):
     """Setting that differs between two configs: its name (`section.key`), both values, and its resume policy."""
 

@@ -15,7 +15,6 @@ of the step.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +41,7 @@ from txl_dist.train.checkpoint.memories import first_memories
 from txl_dist.train.checkpoint.mirror.mirror import Mirror
 from txl_dist.train.checkpoint.read import load_checkpoint
 from txl_dist.train.checkpoint.recovery import Recovery
-from txl_dist.train.checkpoint.rewind import find_rewind
+from txl_dist.train.checkpoint.rewind import began_in, began_text, find_rewind
 from txl_dist.train.checkpoint.slots import StoredState
 from txl_dist.train.checkpoint.validate import SavedState
 from txl_dist.train.checkpoint.writer import AsyncWriter
@@ -52,7 +51,7 @@ from txl_dist.train.monitoring.stragglers import StepClock, StragglerWatch
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.report.layer_stats import measure_layer_stats
 from txl_dist.train.report.loggers import MetricReporter
-from txl_dist.train.report.metrics import Clipping, Interval, mfu, start_facts, train_record
+from txl_dist.train.report.metrics import Clipping, Interval, mfu, start_facts, train_record, warn_of_clipping
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.report.validation import StopAskedError, Validator, text_facts
 from txl_dist.train.run_dir import quarantine
@@ -147,7 +146,7 @@ class TrainingRun:
         self.maker = batch_maker(
             engine.model, mask_documents=config.data.document_mask, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
-        carried = _NOTHING_CARRIED | {"began": json.dumps([start.step, start.stream.to_dict()])}
+        carried = _NOTHING_CARRIED | {"began": began_text(start.step, start.stream)}
         if start.stored is not None:
             carried = start.stored.facts["carried"]
         self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
@@ -491,9 +490,7 @@ class TrainingRun:
         """
         self.saving.finish(state.step)
         first_bad = state.step - state.health.spikes_in_row + 1
-        began_step, stream = json.loads(self._began)
-        began = began_step, StreamState.from_dict(stream)
-        target = find_rewind(self.context, state, first_bad=first_bad, began=began)
+        target = find_rewind(self.context, state, first_bad=first_bad, began=began_in(self._began))
         if target is None:
             warn_for_all("no rewind: the run has no checkpoint from before the spike at step %d", first_bad)
             return None
@@ -564,20 +561,9 @@ class TrainingRun:
     def _report_clipping(self, *, step: int) -> None:
         """Warn if nearly all steps were clipped by the default `optim.clip_norm`, and write a `clipped` event."""
         clipped = self.clipping.record()
-        if clipped is None:
-            return
-        if self.context.ranks.is_rank0:
-            logger.warning(
-                "gradients: %.0f %% of %d steps were clipped by the default optim.clip_norm=%g. The mean gradient norm "
-                "was %.3g. Clipped gradients all have the same norm. Set optim.clip_norm: 1.0 suits most models, and 0 "
-                "means no clipping. To keep the default without this warning, set it to %g",
-                clipped["clipped_pct"],
-                clipped["steps"],
-                clipped["clip_norm"],
-                clipped["grad_norm"],
-                clipped["clip_norm"],
-            )
-        self.reporter.write("event", {"event": "clipped", "step": step, **clipped})
+        if clipped is not None:
+            warn_of_clipping(clipped)
+            self.reporter.write("event", {"event": "clipped", "step": step, **clipped})
 
     def _observe(self, state: TrainState, *, is_sampled: bool = False) -> None:
         """Write a sample text and evaluate the model, if the settings require it after this step.

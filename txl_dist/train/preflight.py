@@ -20,7 +20,7 @@ from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.data.loader.shards import Split
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import uses_gpu
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import ConfigError, DataError, TxlError, UnreachableError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.attention_launch import (
@@ -353,3 +353,19 @@ def describe_data(splits: Sequence[Split], end: StreamState, *, last_step: int) 
             f"{counted(len(split.shards), 'shard')}; {counted(state.num_lanes, 'lane')}, {read:.2f} epochs at step "
             f"{last_step:,}"
         )
+
+
+def check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
+    """Check that the shards exist and have the right sizes.
+
+    Returns a sentence for each training split with damage that the run skips. Raises DataError for other damage.
+    """
+    warnings: list[str] = []
+    for split in (*corpora.train, *corpora.eval.values()):
+        try:
+            split.check_files()
+        except DataError as error:
+            if split not in corpora.train or not skips_damage or isinstance(error, UnreachableError):
+                raise
+            warnings.append(str(error))
+    return warnings

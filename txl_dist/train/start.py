@@ -20,7 +20,6 @@ from txl_dist.config.load import Config, configure
 from txl_dist.config.schema import paths_of_sets
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
-from txl_dist.data.loader.corpora import Corpora
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import (
     RankInfo,
@@ -28,7 +27,6 @@ from txl_dist.distributed.collectives import (
     distributed_context,
     gather_objects,
     get_rank,
-    local_world_size,
     run_on_all_ranks,
     run_on_rank0,
 )
@@ -36,10 +34,8 @@ from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.errors import (
     CheckpointError,
     ConfigError,
-    DataError,
     LostRankError,
     TxlError,
-    UnreachableError,
     raised_everywhere,
 )
 from txl_dist.io.files import atomic_replace
@@ -47,20 +43,20 @@ from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
 from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
-from txl_dist.train.checkpoint.recovery import InJobRecovery, Recovery
-from txl_dist.train.checkpoint.slots import Share, StoredState
+from txl_dist.train.checkpoint.recovery import Recovery, recovery_of
+from txl_dist.train.checkpoint.slots import StoredState
 from txl_dist.train.engine.precision import ChosenPrecision, agree_on_precision
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.loop import Start, TrainingRun
 from txl_dist.train.monitoring.alike import check_corpora_alike, check_ranks_alike, first_exchange
-from txl_dist.train.monitoring.member import Member, RegroupError, join_agent
+from txl_dist.train.monitoring.member import Member, RegroupError, join_agent, lock_run
 from txl_dist.train.monitoring.preemption import LOST_REQUEST, PreemptionRequests
-from txl_dist.train.monitoring.run_lock import RunLock, is_shared, prove_shared
+from txl_dist.train.monitoring.run_lock import is_shared, prove_shared
 from txl_dist.train.monitoring.watch import Monitor, Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
-from txl_dist.train.preflight import describe_batch, describe_data, describe_sets, warnings_on_repetition
+from txl_dist.train.preflight import check_shards, describe_batch, describe_data, describe_sets, warnings_on_repetition
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import (
     check_paths,
@@ -127,7 +123,7 @@ def pretrain(
         stack.callback(stops.close)
         try:
             with first_exchange():
-                check_ranks_alike(config)
+                check_ranks_alike(config.model_dump(mode="json"))
                 watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
         except TxlError as error:
             note_in_file(f"the run ends: {error}")
@@ -183,7 +179,8 @@ def _pretrain_with_recovery(
                     )
                 start_logging(rank=ranks.rank)
                 with first_exchange() if member.generation == 1 else nullcontext():
-                    check_ranks_alike(config)  # first: a rank without recovery has no coordinator
+                    # First: a rank without recovery has no coordinator.
+                    check_ranks_alike(config.model_dump(mode="json"))
                     member.share_coordinator()
                 has_begun = member.generation > 1 and any(gather_objects(member.has_begun))
                 if has_begun and (resume in ("must", "never") or list_checkpoints(run_dir)):
@@ -219,7 +216,7 @@ def _train(
         makes_copies = member is not None and member.generation == 1
         run_on_rank0(lambda: _check_fits(plan, makes_copies=makes_copies))
     stack.callback(_remove_if_empty, run_dir)
-    lock = run_on_all_ranks(lambda: _lock(run_dir, stack, member) if ranks.is_rank0 else None)
+    lock = run_on_all_ranks(lambda: lock_run(run_dir, stack, member) if ranks.is_rank0 else None)
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
     if member is not None and member.generation > 1:
         nonce += f"g{member.generation}"  # a folder of an older generation is never taken for one of this generation
@@ -232,7 +229,7 @@ def _train(
         mirror = None
     if mirror is not None:
         stack.callback(mirror.close)
-    recovery = _recovery_of(
+    recovery = recovery_of(
         member,
         ranks,
         zero_stage=config.engine.zero_stage,
@@ -282,31 +279,6 @@ def _choose_precision(config: Config, ranks: RankInfo, *, resume: str) -> Chosen
     if given == "auto":
         kept = run_on_rank0(lambda: kept_precision(Path(config.run.dir), resume=resume) or mirrored_precision(config))
     return agree_on_precision(given, kept=kept, device=ranks.device)
-
-
-def _lock(run_dir: Path, stack: ExitStack, member: Member | None) -> RunLock:
-    """Lock the run directory, on rank 0. Raises ConfigError if another job has locked it.
-
-    Without recovery the lock is released at the end of `stack`. With recovery the member keeps it until the job ends.
-    """
-    if member is not None:
-        return member.lock(run_dir)
-    lock = RunLock.acquire(run_dir)
-    stack.callback(lock.release)
-    return lock
-
-
-def _recovery_of(
-    member: Member | None, ranks: RankInfo, *, zero_stage: int, copy_every: int, partner_every: int
-) -> Recovery:
-    """Return the recovery of a run in which this rank is `member`.
-
-    At ZeRO stage 0 the ranks of a node divide the copies of the state, because all of them hold the same weights.
-    """
-    if member is None:
-        return Recovery()
-    share = Share(0, 1) if zero_stage else Share(ranks.local_rank, local_world_size(ranks.world_size))
-    return InJobRecovery(member, ranks, share=share, copy_every=copy_every, partner_every=partner_every)
 
 
 @contextmanager
@@ -469,7 +441,7 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
     context = stage.context
     saved = choice.saved
     corpora = context.corpora
-    warnings = _check_shards(corpora, skips_damage=context.config.data.on_corrupt != "raise")
+    warnings = check_shards(corpora, skips_damage=context.config.data.on_corrupt != "raise")
     tokenizer_json = corpora.first.tokenizer.to_json()
     stream = corpora.begin
     step = 0
@@ -510,22 +482,6 @@ def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:
         is_sampled=step in history.sampled,
         lacks_saved=newest is not None and step_of(newest) not in history.saved,
     )
-
-
-def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
-    """Check that the shards exist and have the right sizes.
-
-    Returns a sentence for each training split with damage that the run skips. Raises DataError for other damage.
-    """
-    warnings: list[str] = []
-    for split in (*corpora.train, *corpora.eval.values()):
-        try:
-            split.check_files()
-        except DataError as error:
-            if split not in corpora.train or not skips_damage or isinstance(error, UnreachableError):
-                raise
-            warnings.append(str(error))
-    return warnings
 
 
 def _open_run(plan: RunPlan, start: Start) -> None:

@@ -119,7 +119,9 @@ def test_a_recovery_after_the_last_step_of_a_phase_is_reported_before_the_phase_
     monkeypatch.setattr(TrainingRun, "_first_state", lambda self: SimpleNamespace(step=12))
     written: list[str] = []
     run.reporter = SimpleNamespace(write=lambda kind, record: written.append(record["event"]), close=lambda: None)
-    run.start = SimpleNamespace(step=12, stored=True, origin="copies", is_inside_phase=True)
+    run.start = SimpleNamespace(
+        step=12, stored=True, origin="copies", is_inside_phase=True, lacks_saved=False, is_sampled=False
+    )
     run.recovery = Recovery()
     run.recovery.mark_step = lambda step, *, continued_from: {"why": "SIGKILL"}
     run.saving = SimpleNamespace(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.console.logging import logger
-from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects
+from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects, local_world_size
 from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.model.transformer_xl import TransformerXL
@@ -237,3 +237,16 @@ class InJobRecovery(Recovery):
     @override
     def mark_step(self, step: int, *, continued_from: int) -> dict[str, Any] | None:
         return self._member.mark_step(step, continued_from=continued_from)
+
+
+def recovery_of(
+    member: Member | None, ranks: RankInfo, *, zero_stage: int, copy_every: int, partner_every: int
+) -> Recovery:
+    """Return the recovery of a run in which this rank is `member`.
+
+    At ZeRO stage 0 the ranks of a node divide the copies of the state, because all of them hold the same weights.
+    """
+    if member is None:
+        return Recovery()
+    share = Share(0, 1) if zero_stage else Share(ranks.local_rank, local_world_size(ranks.world_size))
+    return InJobRecovery(member, ranks, share=share, copy_every=copy_every, partner_every=partner_every)

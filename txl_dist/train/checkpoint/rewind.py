@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from txl_dist.artifacts import SETTINGS, list_checkpoints, step_of
@@ -42,6 +43,17 @@ def find_rewind(
         return None
     begin = base.advanced((first_bad - 1 - saved.step) * context.config.train.step_len)
     return Rewind(saved, base.with_skip(begin, state.stream))
+
+
+def began_text(step: int, stream: StreamState) -> str:
+    """Return the step and the stream with which a process or phase began, as JSON for a copy of the state."""
+    return json.dumps([step, stream.to_dict()])
+
+
+def began_in(text: str) -> tuple[int, StreamState]:
+    """Return the step and the stream in a text of `began_text`."""
+    step, stream = json.loads(text)
+    return step, StreamState.from_dict(stream)
 
 
 def stream_of(

@@ -5,12 +5,12 @@ Ranks that differ would wait for each other forever, or train another model than
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from txl_dist.config.load import Config, hash_of_job, settings_of_job
+from txl_dist.config.job_settings import hash_of_job, settings_of_job
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.corpora import Corpora
@@ -37,15 +37,16 @@ def first_exchange() -> Iterator[None]:
         ) from error
 
 
-def check_ranks_alike(config: Config) -> None:
+def check_ranks_alike(sections: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that all ranks have the same settings, and the same plugins in the same versions.
 
-    All ranks call it together. Raises ConfigError on all ranks.
+    `sections` are all settings as `Config.model_dump(mode="json")` returns them. All ranks call it together. Raises
+    ConfigError on all ranks.
     """
-    gathered = gather_objects((loaded_plugins(), hash_of_job(config)))
+    gathered = gather_objects((loaded_plugins(), hash_of_job(sections)))
     problem = plugin_problem([plugins for plugins, _ in gathered])
     if not problem and len({settings_hash for _, settings_hash in gathered}) > 1:
-        problem = settings_problem(gather_objects(settings_of_job(config)))
+        problem = settings_problem(gather_objects(settings_of_job(sections)))
     if problem:
         raise raised_everywhere(ConfigError(problem))
 

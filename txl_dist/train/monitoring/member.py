@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -541,6 +541,18 @@ def _holds_version(path: str) -> bool:
         return slot.head.serial > 0
     finally:
         slot.close()
+
+
+def lock_run(run_dir: Path, stack: ExitStack, member: Member | None) -> RunLock:
+    """Lock the run directory, on rank 0. Raises ConfigError if another job has locked it.
+
+    Without recovery the lock is released at the end of `stack`. With recovery the member keeps it until the job ends.
+    """
+    if member is not None:
+        return member.lock(run_dir)
+    lock = RunLock.acquire(run_dir)
+    stack.callback(lock.release)
+    return lock
 
 
 def is_first_process(seat: Seat) -> bool:

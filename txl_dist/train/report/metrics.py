@@ -24,6 +24,7 @@ import torch
 
 import txl_dist
 from txl_dist.console.formatting import counted
+from txl_dist.console.logging import warn_for_all
 from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.corpora import labelled
 from txl_dist.data.loader.lanes import epochs_read
@@ -206,6 +207,20 @@ class Clipping:
             return None
         mean = self._sum / self._num_made
         return {"steps": self._num_made, "clipped_pct": clipped_pct, "clip_norm": self._norm, "grad_norm": mean}
+
+
+def warn_of_clipping(clipped: Record) -> None:
+    """Log on rank 0 that nearly all steps were clipped. `clipped` are the fields of `Clipping.record`."""
+    warn_for_all(
+        "gradients: %.0f %% of %d steps were clipped by the default optim.clip_norm=%g. The mean gradient norm "
+        "was %.3g. Clipped gradients all have the same norm. Set optim.clip_norm: 1.0 suits most models, and 0 "
+        "means no clipping. To keep the default without this warning, set it to %g",
+        clipped["clipped_pct"],
+        clipped["steps"],
+        clipped["clip_norm"],
+        clipped["grad_norm"],
+        clipped["clip_norm"],
+    )
 
 
 def mfu(tokens_per_s: float, *, flops_per_token: float, peak_flops: float) -> dict[str, float]:
