@@ -43,10 +43,11 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
-def settled_bytes(*, wait_s: float = 5.0) -> int:
-    """Return `live_bytes` once it is 0, or after `wait_s`. A thread of gloo drops the tensors of a collective later."""
+def settled_bytes(*, most: int = 0, wait_s: float = 5.0) -> int:
+    """Return `live_bytes` once it is at most `most`, or after `wait_s`. A thread of gloo drops the tensors of a
+    collective later."""
     end_s = time.monotonic() + wait_s
-    while (num_bytes := live_bytes()) and time.monotonic() < end_s:
+    while (num_bytes := live_bytes()) > most and time.monotonic() < end_s:
         time.sleep(0.05)
     return num_bytes
 
@@ -65,10 +66,10 @@ def phases_worker(ranks: RankInfo) -> list[list[tuple[int, int]]]:
     tiny.ZeroEngine = Kept  # type: ignore[misc]
     seen = []
     for sections in KINDS:
-        phases = []
+        phases: list[tuple[int, int]] = []
         for _ in range(4):
             train_engine(ranks, tiny_config(**sections), num_steps=2)
-            before = live_bytes()
+            before = settled_bytes(most=phases[0][0]) if phases else live_bytes()
             kept[-1].close()
             kept[-1].close()
             phases.append((before, settled_bytes()))
