@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _OF_A_NODE = frozenset(
@@ -35,15 +35,19 @@ _OF_A_NODE = frozenset(
 disks, and records that only rank 0 writes."""
 
 
+def named_values(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the name of every setting, as `section.key`, with its value."""
+    for section, values in sections.items():
+        for key, value in values.items():
+            yield f"{section}.{key}", value
+
+
 def settings_of_job(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings that must be the same on all ranks of a job, by `section.key`.
 
     `sections` are all settings as `Config.model_dump(mode="json")` returns them.
     """
-    settings: dict[str, Any] = {}
-    for section, values in sections.items():
-        settings |= {f"{section}.{key}": value for key, value in values.items()}
-    return {name: value for name, value in settings.items() if name not in _OF_A_NODE}
+    return {name: value for name, value in named_values(sections) if name not in _OF_A_NODE}
 
 
 def hash_of_job(sections: Mapping[str, Mapping[str, Any]]) -> str:

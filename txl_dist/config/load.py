@@ -22,6 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from txl_dist.config.foreign_names import SECTIONS, find_counterpart
+from txl_dist.config.job_settings import named_values
 from txl_dist.config.registry import OneOf, load_plugins, not_loaded, remedy
 from txl_dist.config.renamed import flat_in_old_names, in_new_names, name_since, warn_of_old_names
 from txl_dist.config.schema import (
@@ -660,10 +661,8 @@ def _sections() -> dict[str, type[Section]]:
 
 
 def flat(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the name of every setting, as `section.key`, with its value."""
-    for section, values in config.model_dump(mode="json").items():
-        for key, value in values.items():
-            yield f"{section}.{key}", value
+    """Return the name of every setting, as `section.key`, with its value."""
+    return named_values(config.model_dump(mode="json"))
 
 
 def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
