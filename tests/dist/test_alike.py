@@ -1,4 +1,4 @@
-"""Ranks that were started with other settings or corpora are refused by name."""
+"""Ranks that were started with other code, settings or corpora are refused by name."""
 
 from __future__ import annotations
 
@@ -91,6 +91,21 @@ def test_nodes_with_different_corpora_are_refused_on_all_ranks(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_nodes_with_different_code_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    corpus = ("--data.path", str(tiny_corpus(tmp_path).folder))
+    codes, errors = run_nodes(tmp_path, corpus, corpus, program=run_with_other_code_on_one_rank)
+    assert codes == [2, 2], errors
+    assert "but rank 1 runs txl_dist 0.0.1. Install the same versions on every node" in "".join(errors)
+    assert not (tmp_path / "run").exists()
+
+
+def run_with_other_code_on_one_rank(*words: str) -> None:
+    """`txl WORDS` in which rank 1 has another version of the package."""
+    if os.environ["RANK"] == "1":
+        start.code_version = lambda: "txl_dist 0.0.1"  # type: ignore[assignment]
+    forked.run_txl(*words)
+
+
 def test_a_rank_that_dies_before_all_ranks_are_connected_ends_the_others_with_the_code_of_a_lost_rank(
     tmp_path: Path,
 ) -> None:
@@ -105,7 +120,7 @@ def test_a_rank_that_dies_before_all_ranks_are_connected_ends_the_others_with_th
 def run_with_a_death_at_the_check(*words: str) -> None:
     """`txl WORDS` in which rank 1 dies when it reaches the comparison of settings."""
     if os.environ["RANK"] == "1":
-        start.check_ranks_alike = lambda config: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        start.check_ranks_alike = lambda config, *, code: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     forked.run_txl(*words)
 
 

@@ -54,6 +54,7 @@ from txl_dist.distributed.recovery.seat import CONFIG_COPY, AgentOptions
 from txl_dist.errors import ConfigError, TxlError, missing_package
 from txl_dist.train.monitoring.preemption import launchers, parse_duration
 from txl_dist.train.run_dir import check_paths, finished_lines
+from txl_dist.version import code_version
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ def agent_options(settings: Config) -> AgentOptions:
         run_dir=settings.run.dir,
         join_s=2.0 * settings.engine.start_timeout_s,
         settings_hash=hash_of_job(settings.model_dump(mode="json")),
+        code=code_version(),
     )
 
 

@@ -744,7 +744,7 @@ class MetricsSection(Section):
     run keeps its id."""
     wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
     """allow: resume the W&B run with this id, or start one. must: this run must exist. never: this run must not
-    exist."""
+    exist when the training starts at step 0."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
     """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each
     measurement costs one more forward pass, without dropout. 0 means never."""

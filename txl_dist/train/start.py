@@ -71,6 +71,7 @@ from txl_dist.train.run_dir import (
 from txl_dist.train.run_plan import RunPlan, Stage, plan_run
 from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.warm_start import initial_weights
+from txl_dist.version import code_version
 
 
 def pretrain(
@@ -123,7 +124,7 @@ def pretrain(
         stack.callback(stops.close)
         try:
             with first_exchange():
-                check_ranks_alike(config.model_dump(mode="json"))
+                check_ranks_alike(config.model_dump(mode="json"), code=code_version())
                 watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
         except TxlError as error:
             note_in_file(f"the run ends: {error}")
@@ -180,7 +181,7 @@ def _pretrain_with_recovery(
                 start_logging(rank=ranks.rank)
                 with first_exchange() if member.generation == 1 else nullcontext():
                     # First: a rank without recovery has no coordinator.
-                    check_ranks_alike(config.model_dump(mode="json"))
+                    check_ranks_alike(config.model_dump(mode="json"), code=member.code)
                     member.share_coordinator()
                 has_begun = member.generation > 1 and any(gather_objects(member.has_begun))
                 if has_begun and (resume in ("must", "never") or list_checkpoints(run_dir)):

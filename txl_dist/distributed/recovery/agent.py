@@ -226,6 +226,7 @@ class Agent:
             variables=place_variables(os.environ),
             partner=[str(self._partner_server.port), self._partner_server.key] if self._partner_server else [],
             silent_s=self._options.silent_s,
+            code=self._options.code,
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -356,9 +357,10 @@ class Agent:
         end_when_unreachable(peer, after_s=UNREACHABLE * self._options.silent_s)
         coordinator = Connection(peer)
         hello = {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id()}
-        hello |= {"partner": self._seat.partner, "settings_hash": self._options.settings_hash}
+        hello |= {"partner": self._seat.partner}
+        job = {"settings_hash": self._options.settings_hash, "code": self._options.code}
         place = {"host": socket.gethostname(), "node": node_name()}
-        coordinator.send({"key": message["key"], "agent": self._number, **hello, **place})
+        coordinator.send({"key": message["key"], "agent": self._number, **hello, **job, **place})
         is_remote = peer.getpeername()[0] != peer.getsockname()[0]
         self._lease_s = time.monotonic() if is_remote else None
         self._key = message["key"]

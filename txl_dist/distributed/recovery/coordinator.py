@@ -102,6 +102,8 @@ class _Agent:
     """Identity of the agent's process, as JSON values."""
     settings_hash: str
     """Hash of the settings that all agents must have in common."""
+    code: str
+    """Versions of the agent's code. All agents must have the same."""
     heard_s: float
     """Time at which the last status, or the greeting, was received."""
     rank: int = -1
@@ -339,13 +341,17 @@ class Coordinator:
 
     def _new_agent(self, number: int, message: Message, now_s: float) -> _Agent:
         """Return an agent that greets. Raises KeyError for a malformed message, ValueError if it is here already, and
-        RefusedError if its settings are others than those of agent 0."""
-        settings_hash = message["settings_hash"]
-        if 0 in self._agents and settings_hash != self._agents[0].settings_hash:
-            raise RefusedError(
-                "its settings are not those of the job. Start it with the configuration file, the options and the "
-                "version of txl_dist of the job"
-            )
+        RefusedError if its settings or its code are others than those of agent 0."""
+        settings_hash, code = message["settings_hash"], message["code"]
+        if 0 in self._agents:
+            first = self._agents[0]
+            if code != first.code:
+                raise RefusedError(f"it has {code}, but the job runs {first.code}. Install the versions of the job")
+            if settings_hash != first.settings_hash:
+                raise RefusedError(
+                    "its settings are not those of the job. Start it with the configuration file and the options of "
+                    "the job"
+                )
         earlier = self._agents.get(number)
         if earlier is not None and earlier.is_connected:
             raise ValueError(f"agent {number} is already connected")
@@ -357,6 +363,7 @@ class Coordinator:
             pid=int(message["pid"]),
             process=message["process"],
             settings_hash=settings_hash,
+            code=code,
             partner=message["partner"],
             heard_s=now_s,
         )

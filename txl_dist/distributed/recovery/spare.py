@@ -23,7 +23,9 @@ from txl_dist.distributed.connection import Connection
 from txl_dist.distributed.processes import is_stopped, name_process
 from txl_dist.distributed.recovery.agent import SIGNALS, connect_to
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions, Seat, read_seat, seat_of, take_seat
+from txl_dist.errors import ConfigError
 from txl_dist.fault_injection import failpoint
+from txl_dist.version import code_version
 
 _POLL_S = 0.05
 _LAST_LOOK_S = 1.0
@@ -49,11 +51,13 @@ def is_spare(environment: Mapping[str, str]) -> bool:
 def serve_replacements() -> None:
     """Wait as a spare, and fork a replacement whenever the agent asks. Returns only in the replacements.
 
-    The caller has imported everything that a rank needs. The process ends when its agent has ended.
+    The caller has imported everything that a rank needs. The process ends when its agent has ended. Raises ConfigError
+    if the code on disk is not that of the job any more.
     """
     seat = read_seat(os.environ)
     assert seat is not None
     name_process("txl-spare")
+    _check_code(seat)
     failpoint("spare", step=0)
     for number in SIGNALS:  # they are meant for ranks
         signal.signal(number, signal.SIG_IGN)
@@ -78,6 +82,16 @@ def serve_replacements() -> None:
             with suppress(OSError):  # the agent has ended, which the next turn notices
                 agent.send({"kind": "forked" if message["kind"] == "fork" else "pong"})
         _report_exits(parents)
+
+
+def _check_code(seat: Seat) -> None:
+    """Check that what this process has imported is the code of the job. Raises ConfigError."""
+    code = code_version()
+    if code != seat.code:
+        raise ConfigError(
+            "the code has changed since the job started, so no new process can replace its ranks: it runs "
+            f"{seat.code}, and {code} is installed now. Install the versions of the job, or stop and resume it."
+        )
 
 
 def _fork(seat: Seat, parents: dict[int, Connection]) -> bool:

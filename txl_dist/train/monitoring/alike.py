@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run have the same settings, plugins and corpora.
+"""Checks that all ranks of a run have the same code, settings, plugins and corpora.
 
 Ranks that differ would wait for each other forever, or train another model than rank 0 says.
 """
@@ -37,15 +37,15 @@ def first_exchange() -> Iterator[None]:
         ) from error
 
 
-def check_ranks_alike(sections: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that all ranks have the same settings, and the same plugins in the same versions.
+def check_ranks_alike(sections: Mapping[str, Mapping[str, Any]], *, code: str) -> None:
+    """Check that all ranks have the same code, the same settings, and the same plugins in the same versions.
 
-    `sections` are all settings as `Config.model_dump(mode="json")` returns them. All ranks call it together. Raises
-    ConfigError on all ranks.
+    `sections` are all settings as `Config.model_dump(mode="json")` returns them. `code` is the result of `code_version`
+    when this process, or its agent, started. All ranks call it together. Raises ConfigError on all ranks.
     """
-    gathered = gather_objects((loaded_plugins(), hash_of_job(sections)))
-    problem = plugin_problem([plugins for plugins, _ in gathered])
-    if not problem and len({settings_hash for _, settings_hash in gathered}) > 1:
+    gathered = gather_objects((loaded_plugins(), hash_of_job(sections), code))
+    problem = code_problem([code for _, _, code in gathered]) or plugin_problem([plugins for plugins, *_ in gathered])
+    if not problem and len({settings_hash for _, settings_hash, _ in gathered}) > 1:
         problem = settings_problem(gather_objects(settings_of_job(sections)))
     if problem:
         raise raised_everywhere(ConfigError(problem))
@@ -75,6 +75,17 @@ class SplitIdentity(NamedTuple):
     """Name of the split."""
     path: str
     """Folder of the corpus on the rank's node. Equal corpora may be in different folders."""
+
+
+def code_problem(by_rank: Sequence[str]) -> str:
+    """Return a message if a rank runs other code than rank 0, or an empty text. The code is described as text."""
+    for rank, code in enumerate(by_rank):
+        if code != by_rank[0]:
+            return (
+                f"the code differs between ranks: rank 0 runs {by_rank[0]}, but rank {rank} runs {code}. Install the "
+                "same versions on every node."
+            )
+    return ""
 
 
 def plugin_problem(by_rank: Sequence[Sequence[Plugin]]) -> str:

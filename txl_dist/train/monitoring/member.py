@@ -205,6 +205,11 @@ class Member:
         return self.has_opened or any(map(_holds_version, self.slots))
 
     @property
+    def code(self) -> str:
+        """Versions of the code when the agent started, from `code_version`."""
+        return self._seat.code
+
+    @property
     def agent_pid(self) -> int:
         """Pid of the agent, which started with the job."""
         return self._seat.agent

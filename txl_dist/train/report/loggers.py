@@ -80,7 +80,8 @@ class MetricReporter:
                 settings = dict(flat(config))
                 self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
             if metrics.wandb:
-                self._sinks.append(WeightsAndBiases(run_dir, metrics, config=config.model_dump(mode="json")))
+                values = config.model_dump(mode="json")
+                self._sinks.append(WeightsAndBiases(run_dir, metrics, config=values, continues=start_step > 0))
         self._num_lost = [0] * len(self._sinks)
         self._failed: set[str] = set()
 
@@ -313,10 +314,12 @@ class WeightsAndBiases(MetricLogger):
     training.
     """
 
-    def __init__(self, run_dir: Path, metrics: MetricsSection, *, config: Record) -> None:
+    def __init__(self, run_dir: Path, metrics: MetricsSection, *, config: Record, continues: bool) -> None:
+        """Start nothing yet. `continues` says that the training has made steps before, in this process or another."""
         self._run_dir = run_dir
         self._metrics = metrics
         self._config = config
+        self._continues = continues
         self._run: Any = None
         self._next_try_s = 0.0
 
@@ -340,6 +343,10 @@ class WeightsAndBiases(MetricLogger):
 
         metrics = self._metrics
         run_dir = self._run_dir.resolve()
+        if self._continues and metrics.wandb_resume == "never":
+            resume = "allow"  # each phase and each recovery begins with a logger of its own
+        else:
+            resume = metrics.wandb_resume
         run = wandb.init(
             project=metrics.wandb,
             entity=metrics.wandb_entity or None,
@@ -347,7 +354,7 @@ class WeightsAndBiases(MetricLogger):
             group=metrics.wandb_group or None,
             tags=metrics.wandb_tags or None,
             id=metrics.wandb_id or sha256(str(run_dir).encode()).hexdigest()[:12],
-            resume=metrics.wandb_resume,
+            resume=resume,
             dir=str(self._run_dir),
             config=self._config,
         )

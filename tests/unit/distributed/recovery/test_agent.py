@@ -29,12 +29,14 @@ from txl_dist.distributed.recovery.spare_process import SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import AGENT_LOST, Loss
 from txl_dist.errors import HANG
+from txl_dist.version import code_version
 
 AGENT = """
 import os, subprocess, sys
 from txl_dist.distributed.recovery import agent, coordinator
 from txl_dist.distributed.recovery.agent import Agent
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
+from txl_dist.version import code_version
 
 def start(seat):
     if seat.is_spare and "NO_SPARES" in os.environ:
@@ -44,7 +46,7 @@ def start(seat):
 options = AgentOptions(
     silent_s=float(os.environ.get("SILENT_S", "1")), max_in_row=int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4,
     run_dir=os.environ.get("FOLDER", "."), spare_nodes=int(os.environ.get("SPARE_NODES", "0")),
-    settings_hash=os.environ.get("SETTINGS", ""),
+    settings_hash=os.environ.get("SETTINGS", ""), code=os.environ.get("CODE") or code_version(),
 )
 agent.FOUND_WITHIN_S = 0.5
 if "UNKILLABLE" in os.environ:
@@ -272,6 +274,19 @@ def test_a_job_that_waits_ends_when_it_is_asked_to_stop_also_if_no_rank_is_left(
 
 
 @pytest.mark.slow
+def test_a_spare_of_other_code_than_the_job_replaces_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CODE", "txl_dist 0.0.1 (code 123456789abc)")
+    agents = Agents(tmp_path, on_loss="shrink", silent_s=20.0)
+    survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+    os.kill(victim, signal.SIGKILL)
+    assert agents.wait_for("met 3", rank=0) == survivor
+    agents.end()
+    stderr = agents.agents[0].stderr
+    assert stderr is not None
+    assert "it runs txl_dist 0.0.1 (code 123456789abc), and txl_dist " in stderr.read()
+
+
+@pytest.mark.slow
 def test_a_job_whose_spares_fail_continues_with_fewer_ranks(tmp_path: Path) -> None:
     agents = Agents(tmp_path, on_loss="shrink", num_bad_spares=100, silent_s=20.0)
     survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
@@ -323,6 +338,7 @@ def test_an_agent_with_other_settings_cannot_join_a_running_job_and_says_so(tmp_
         "process": [],
         "partner": [],
         "settings_hash": "those of the job",
+        "code": code_version(),
     }
     first.send({"kind": "hello", "key": server.key, "agent": 0, **place})
     publish_job(tmp_path, JobAddress("127.0.0.1", server.port, server.key))

@@ -58,7 +58,7 @@ class Job:
         self.coordinator.excuse(age_s, self.now_s)
         self.told()
 
-    def greet(self, number: int, node: str, *, settings: str = "hash") -> None:
+    def greet(self, number: int, node: str, *, settings: str = "hash", code: str = "ours 1") -> None:
         place = {"host": node, "node": node, "address": f"address of {node}"}
         self.tell(
             number,
@@ -69,6 +69,7 @@ class Job:
             process=[number],
             partner=[number, "key"],
             settings_hash=settings,
+            code=code,
         )
 
     def tell(self, rank: int, kind: str, **values: Any) -> None:
@@ -911,12 +912,22 @@ def test_idle_agents_end_with_the_code_of_the_job() -> None:
     assert [message["code"] for number, message in job.told() if number == 2] == [75]
 
 
-def test_an_agent_with_other_settings_is_refused_and_the_job_still_waits_for_one_with_its_own() -> None:
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"settings": "others"}, "its settings are not those of the job"),
+        ({"code": "ours 2"}, "it has ours 2, but the job runs ours 1. Install the versions of the job"),
+    ],
+    ids=["settings", "code"],
+)
+def test_an_agent_with_other_settings_or_code_is_refused_and_the_job_still_waits_for_one_with_its_own(
+    other: dict[str, str], why: str
+) -> None:
     job = Job("ab", on_loss="wait")
     job.lose_agent(1)
     job.told()
-    with pytest.raises(RefusedError, match="its settings are not those of the job"):
-        job.greet(1, "b", settings="others")
+    with pytest.raises(RefusedError, match=why):
+        job.greet(1, "b", **other)
     assert job.told() == []
     job.greet(1, "b")
     assert (1, "plan") in job.kinds()
@@ -934,6 +945,7 @@ def test_a_death_before_all_agents_are_known_ends_the_job() -> None:
         "process": [],
         "partner": [],
         "settings_hash": "",
+        "code": "",
     }
     coordinator.receive(0, hello, 0.0)
     coordinator.receive(0, {"kind": "died", "cause": "SIGKILL", "status": [0, 0, 0, 0, "start", False]}, 1.0)

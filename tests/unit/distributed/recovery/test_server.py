@@ -48,7 +48,7 @@ class Agent:
         self._place = {"key": server.key, "agent": number}
         self.connection = Connection(socket.create_connection(("127.0.0.1", server.port)))
         place = {"host": "a", "node": "a", "seat": [f"seat {number}"], "pid": 1, "process": [], "partner": []}
-        self.tell("hello", **place, settings_hash="")
+        self.tell("hello", **place, settings_hash="", code="")
 
     def tell(self, kind: str, **values: Any) -> None:
         self.connection.send({"kind": kind, **self._place, **values})

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from txl_dist.config.registry import Plugin
-from txl_dist.train.monitoring.alike import SplitIdentity, corpora_problem, plugin_problem, settings_problem
+from txl_dist.train.monitoring.alike import (
+    SplitIdentity,
+    code_problem,
+    corpora_problem,
+    plugin_problem,
+    settings_problem,
+)
 
 
 def test_the_first_three_settings_that_differ_are_named_with_all_ranks_that_differ() -> None:
@@ -28,6 +34,14 @@ def test_a_rank_with_another_version_of_a_plugin_is_named() -> None:
 def test_equal_ranks_have_no_problem() -> None:
     assert settings_problem([{"optim.lr": 0.1}, {"optim.lr": 0.1}]) == ""
     assert plugin_problem([(), ()]) == ""
+    assert code_problem(["torch 2.13.0", "torch 2.13.0"]) == ""
+
+
+def test_ranks_with_other_code_are_named_with_both_versions() -> None:
+    assert code_problem(["torch 2.13.0", "torch 2.13.0", "torch 2.12.1"]) == (
+        "the code differs between ranks: rank 0 runs torch 2.13.0, but rank 2 runs torch 2.12.1. Install the same "
+        "versions on every node."
+    )
 
 
 def test_the_first_split_of_other_content_is_named_with_both_folders() -> None:

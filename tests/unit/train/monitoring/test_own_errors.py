@@ -103,7 +103,7 @@ def test_only_an_error_of_the_rank_itself_is_noted_as_the_end_of_the_run(
     monkeypatch.setattr(member_module, "note_in_file", note)
     monkeypatch.setattr(start, "distributed_context", lambda **_: nullcontext(types.SimpleNamespace(rank=0)))
     monkeypatch.setattr(start, "start_logging", lambda **_: None)
-    monkeypatch.setattr(start, "check_ranks_alike", lambda config: None)
+    monkeypatch.setattr(start, "check_ranks_alike", lambda config, *, code: None)
     monkeypatch.setattr(start, "gather_objects", lambda value: [value])
     monkeypatch.setattr(Member, "_is_caused_by_loss", lambda self, error: isinstance(error, LostRankError))
     for name in ("leave", "close", "limit", "open_store", "_tell"):

@@ -235,6 +235,20 @@ def test_weights_and_biases_gets_the_names_that_the_settings_give(tmp_path: Path
     assert told["project"] == "papers"
 
 
+@pytest.mark.parametrize(("start_step", "resume"), [(0, "never"), (20, "allow")])
+def test_a_training_that_continues_may_find_its_run_at_weights_and_biases(
+    start_step: int, resume: str, tmp_path: Path, wandb: FakeWandb
+) -> None:
+    metrics = {"wandb": "papers", "wandb_resume": "never", "tensorboard": False}
+    report = MetricReporter(
+        job_of(tiny_config(run={"dir": str(tmp_path)}, metrics=metrics), RANK), start_step=start_step
+    )
+    report.write("train", TRAIN_RECORD)
+    report.close()
+    (told,) = (value for name, value in wandb.calls if name == "init")
+    assert told["resume"] == resume
+
+
 def test_weights_and_biases_gets_nothing_for_names_that_are_not_given(tmp_path: Path, wandb: FakeWandb) -> None:
     report = wandb_reporter(tmp_path / "run")
     report.write("train", TRAIN_RECORD)
