@@ -21,8 +21,10 @@ def code_version() -> str:
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)} ".encode())
-        digest.update(path.read_bytes())
+        words = path.relative_to(root).with_suffix("").parts
+        if all(map(str.isidentifier, words)) and path.is_file():  # an editor's own files are never imported
+            digest.update(f"{words} ".encode())
+            digest.update(path.read_bytes())
     versions = [f"txl_dist {__version__} (code {digest.hexdigest()[:12]})"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in _COMPUTING]
     return ", ".join(versions)

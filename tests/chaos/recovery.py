@@ -37,6 +37,7 @@ from txl_dist.artifacts import list_checkpoints, step_of
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES
 from txl_dist.distributed.rendezvous import free_port
 from txl_dist.errors import ConfigError
+from txl_dist.report.records import read_history
 from txl_dist.train.checkpoint.validate import checkpoint_problems
 from txl_dist.train.monitoring.run_lock import RunLock
 
@@ -344,16 +345,20 @@ def ended(lab: Lab, fault: str, *settings: str, reason: str, ranks: int = 2) -> 
 
 
 def recorded_once(lab: Lab) -> Case:
-    """A sample that the records have is not made again. A checkpoint whose event is missing gets it."""
+    """A sample that the records have is not made again. A checkpoint whose event is missing gets it. The report shows
+    the later record of a repeated step."""
     fault = f"kill:1:{STRUCK_AT + 1}:vote,kill:0:{SAVED_AT}:save-renamed@2"
     case, run = lab.case("recovery: records", fault=fault), lab.new_run("records")
-    with lab.start(run, *ON, *SAMPLES, fault=fault) as job:
+    with lab.start(run, *ON, *SAMPLES, "--metrics.norms_every_steps", "1", fault=fault) as job:
         case.exit_codes.append(job.wait(limit_s=120))
         if len(job.struck) < 2:
             case.problems.append(f"only {job.struck} of {fault} struck")
     samples = [record["step"] for record in run.records("sample")]
     if len(set(samples)) < len(samples):
         case.problems.append(f"samples of the steps {samples}")
+    reported = read_history(run.dir).layers["step"].tolist()
+    if reported != [*range(1, run.highest_step + 1)]:
+        case.problems.append(f"the report has norms of the steps {reported}")
     saved = {record["step"] for record in run.records("event") if record["event"] == "saved"}
     if kept := {step_of(folder) for folder in list_checkpoints(run.dir)} - saved:
         case.problems.append(f"no event says that the checkpoints of {kept} were saved")

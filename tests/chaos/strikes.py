@@ -101,7 +101,7 @@ def thawed(lab: Lab, *, stage: int = 1, times: int = 8) -> Case:
                     time.sleep(0.8 + 0.8 * chance.random())
                     frozen.resume()
 
-    words = ("--recover.silent_s", "1", "--train.max_steps", str(12 * times))
+    words = ("--recover.silent_s", "1", "--train.max_steps", str(30 * times))
     return struck(lab, "frozen about as long as recovery waits", strike, *words, stage=stage)
 
 

@@ -44,7 +44,7 @@ from txl_dist.config.foreign_names import find_command
 from txl_dist.config.job_settings import hash_of_job
 from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names, settle_lanes
 from txl_dist.config.phases import max_ranks
-from txl_dist.config.registry import load_plugins
+from txl_dist.config.registry import load_plugins, plugins_text
 from txl_dist.config.renamed import rename_variables, words_in_new_names
 from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_output, guard_streams
 from txl_dist.console.formatting import counted
@@ -54,7 +54,6 @@ from txl_dist.distributed.recovery.seat import CONFIG_COPY, AgentOptions
 from txl_dist.errors import ConfigError, TxlError, missing_package
 from txl_dist.train.monitoring.preemption import launchers, parse_duration
 from txl_dist.train.run_dir import check_paths, finished_lines
-from txl_dist.version import code_version
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def agent_options(settings: Config) -> AgentOptions:
         run_dir=settings.run.dir,
         join_s=2.0 * settings.engine.start_timeout_s,
         settings_hash=hash_of_job(settings.model_dump(mode="json")),
-        code=code_version(),
+        plugins=plugins_text(),
     )
 
 

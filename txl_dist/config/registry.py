@@ -134,6 +134,11 @@ def loaded_plugins() -> tuple[Plugin, ...]:
     return tuple(_loaded.values())
 
 
+def plugins_text() -> str:
+    """Return the loaded plugins, each after a comma, with version and hash. The text is empty without plugins."""
+    return "".join(f", plugin {plugin.name} {plugin.version} ({plugin.sha256[:12]})" for plugin in _loaded.values())
+
+
 def require_plugins(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
     """Return a sentence for each recorded plugin whose code has changed. Raises ConfigError if a recorded plugin is not
     loaded."""

@@ -38,6 +38,8 @@ MOST = 1e15
 """Largest number that counts as a measurement, because larger numbers overflow in computations."""
 _MAX_SCORES = _MAX_LIST = 4096
 _MAX_NAME = 200
+_REPEATED = ("skipped", "spike")
+"""Events of a step that are written again when the step is repeated."""
 BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
 """Metrics per byte or character of text, with their names for people. Old versions of txl_dist recorded these metrics
 even if their values were not the cost of the whole text. The start record of such a version does not say why bits are
@@ -390,6 +392,8 @@ class _Reader:
         name = printable(str(record.get("event", "?"))[:_MAX_NAME])
         known = ("kind", "event", "step", "time_s")
         fields = {key: value for key, value in record.items() if key not in known}
+        if name in ("start", "recovered"):
+            self._events = [event for event in self._events if event.name not in _REPEATED or event.step <= step]
         self._events.append(Event(name, step, self._hours, fields))
         if "no_bits" in fields:
             self._not_kept -= BITS.keys()

@@ -42,7 +42,7 @@ from txl_dist.train.checkpoint.mirror.mirror import Mirror
 from txl_dist.train.checkpoint.read import load_checkpoint
 from txl_dist.train.checkpoint.recovery import Recovery
 from txl_dist.train.checkpoint.rewind import began_in, began_text, find_rewind
-from txl_dist.train.checkpoint.slots import StoredState
+from txl_dist.train.checkpoint.slots import NOTHING_CARRIED, StoredState
 from txl_dist.train.checkpoint.validate import SavedState
 from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.protocol import Engine
@@ -68,10 +68,6 @@ _GROUP_GRACE_S = 30
 watchdog reports a hang first. Its message names the rank at fault."""
 
 
-_NOTHING_CARRIED: dict[str, Any] = {"interval": None, "clipping": [0, 0, 0.0], "skipped": [0, []], "unsaved_s": 0.0}
-"""Values of `TrainingRun._carried` in a process that is no replacement. `began` is added to them."""
-
-
 class Start(NamedTuple):
     """Result of the checks that rank 0 makes before the model is built. It contains the state from which training
     starts in this process. The result is the same on every rank."""
@@ -91,6 +87,8 @@ class Start(NamedTuple):
     """Newest complete checkpoint of the run, or None."""
     is_sampled: bool = False
     """Whether the records have a sample text of this step."""
+    is_ended: bool = False
+    """Whether the records have the end of the phase or of the run at this step."""
     lacks_saved: bool = False
     """Whether the records lack the `saved` event of `newest`."""
     saved: SavedState | None = None
@@ -146,7 +144,7 @@ class TrainingRun:
         self.maker = batch_maker(
             engine.model, mask_documents=config.data.document_mask, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
-        carried = _NOTHING_CARRIED | {"began": began_text(start.step, start.stream)}
+        carried = NOTHING_CARRIED | {"began": began_text(start.step, start.stream)}
         if start.stored is not None:
             carried = start.stored.facts["carried"]
         self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
@@ -167,7 +165,7 @@ class TrainingRun:
         sets_norm = "clip_norm" in config.optim.model_fields_set
         self.clipping = Clipping(config.optim.clip_norm, is_default=not sets_norm)
         self.clipping.continue_from(carried["clipping"])
-        self.reporter = MetricReporter(context, start_step=start.step)
+        self.reporter = MetricReporter(context, start_step=start.step, continues=start.step > 0 or recovery.is_again)
         self.stragglers = StragglerWatch(self.reporter)
         self.guard = Guard(context, self.reporter)
         self.evaluated = dict(start.evaluated)
@@ -184,6 +182,7 @@ class TrainingRun:
             callbacks=self.callbacks,
             mirror=mirror,
             unsaved_s=carried["unsaved_s"],
+            retry_at=carried["retry_at"],
         )
         self._began: str = carried["began"]
         """Step and stream with which the phase or the process began, as JSON. It is written with each copy, as text,
@@ -200,7 +199,7 @@ class TrainingRun:
         try:
             state = self._first_state()
             if self.start.stored is None:
-                self.recovery.check_room(state, self.engine)
+                self.recovery.check_room(state, self.engine, with_average=self.context.config.optim.ema_decay > 0)
                 self._report_start(state)
             if state.step > self.max_steps:
                 warn_for_all(
@@ -224,8 +223,9 @@ class TrainingRun:
             if state.step > 0:
                 self.saving.finish_last(state, patience_s=_PATIENCE_S[ending], stopped=self.stopped)
             self._report_recovery(state.step)
-            self._report_clipping(step=state.step)
-            self.reporter.write("event", {"event": ending, "step": state.step})
+            if not (self.start.is_ended and state.step == self.start.step):  # else a rank was lost after this report
+                self._report_clipping(step=state.step)
+                self.reporter.write("event", {"event": ending, "step": state.step})
             if ending != "phase":
                 self.saving.finish_mirror(patience_s=_PATIENCE_S[ending], stopped=self.stopped)
         finally:
@@ -279,7 +279,6 @@ class TrainingRun:
         context = self.context
         ranks = self.context.ranks
         self.watch.beat("callbacks")
-        num_parameters = sum(math.prod(shape) for shape in self.engine.shapes.values())
         self.callbacks.start(
             TrainStart(
                 config=context.saved_settings.config,
@@ -287,7 +286,7 @@ class TrainingRun:
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 device=str(ranks.device),
-                num_parameters=num_parameters,
+                num_parameters=sum(math.prod(shape) for shape in self.engine.shapes.values()),
                 vocab_size=context.vocab_size,
             )
         )
@@ -402,8 +401,6 @@ class TrainingRun:
                 norms_every=config.metrics.norms_every_steps,
                 device=self.context.ranks.device,
             )
-        if layer_stats.layers is not None:
-            self.reporter.write("layers", layer_stats.layers)
         with record_function("update"):
             self.engine.step(lr=lr, grad_norm=decision.grad_norm)
         failpoint("updated", step=step)
@@ -411,6 +408,8 @@ class TrainingRun:
             set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
         self._report_recovery(step)
+        if layer_stats.layers is not None:  # after `recovered`, which supersedes the earlier record of this step
+            self.reporter.write("layers", layer_stats.layers)
         skipped = not math.isfinite(decision.grad_norm)
         try:
             health = self.guard.judge(state, decision, step=step)
@@ -428,10 +427,7 @@ class TrainingRun:
         )
         self.loss = decision.loss
         self.clipping.add(decision.grad_norm)
-        if skipped:
-            new_tokens = 0
-        else:
-            new_tokens = self.context.plan.tokens_per_step
+        new_tokens = 0 if skipped else self.context.plan.tokens_per_step
         after = TrainState(
             step=step,
             tokens_seen=state.tokens_seen + new_tokens,
@@ -474,6 +470,7 @@ class TrainingRun:
             "clipping": self.clipping.counts(),
             "skipped": self.damage.skipped(),
             "unsaved_s": self.saving.unsaved_s,
+            "retry_at": self.saving.retry_at,
         }
 
     def _votes(self) -> StepFlags:
@@ -544,7 +541,6 @@ class TrainingRun:
         )
         values |= self.stragglers(values["rank_ms"], step=state.step)
         context = self.context
-        config = self.context.config
         flops_per_token = sum(context.flops.values())
         values |= mfu(values["tokens_per_s"], flops_per_token=flops_per_token, peak_flops=context.peak_flops)
         values |= self.saving.seconds()
@@ -552,7 +548,7 @@ class TrainingRun:
             state,
             values,
             splits=context.corpora.train,
-            mask_documents=config.data.document_mask,
+            mask_documents=context.config.data.document_mask,
             unscored=context.unscored,
             max_steps=self.max_steps,
         )

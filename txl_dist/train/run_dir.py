@@ -223,15 +223,21 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str, choose: str = 
     ]
 
 
+_ENDS = ("phase", "done")
+"""Events that end a phase or the run."""
+
+
 class RunHistory(NamedTuple):
-    """Part of the records in metrics.jsonl, up to a step."""
+    """Part of the records in metrics.jsonl, up to a step. Those that a rewind gave up are left out."""
 
     evaluated: dict[int, float]
-    """Losses of the first validation split in nats per token, by step. Those that a rewind gave up are left out."""
+    """Losses of the first validation split in nats per token, by step."""
     sampled: set[int]
     """Steps with a sample text."""
     saved: set[int]
     """Steps whose checkpoint was reported as saved."""
+    ended: set[int]
+    """Steps whose end of a phase or of the run was reported."""
 
 
 def read_run_history(run_dir: Path, *, up_to: int, kind: str = "eval") -> RunHistory:
@@ -239,8 +245,8 @@ def read_run_history(run_dir: Path, *, up_to: int, kind: str = "eval") -> RunHis
 
     The history is empty if metrics.jsonl cannot be read.
     """
-    history = RunHistory({}, set(), set())
-    words = [re.escape(json.dumps(word)) for word in (kind, "sample", "saved", "rewound")]
+    history = RunHistory({}, set(), set(), set())
+    words = [re.escape(json.dumps(word)) for word in (kind, "sample", "saved", "rewound", *_ENDS)]
     wanted = re.compile("|".join(words).encode())
     try:
         with open_regular(run_dir / RECORDS) as stream:
@@ -261,12 +267,16 @@ def _add_to(history: RunHistory, record: dict[str, Any], *, step: int, up_to: in
     if record["kind"] == "event" and record["event"] == "rewound":
         for given_up in [other for other in history.evaluated if other > step]:
             del history.evaluated[given_up]
+        for steps in (history.sampled, history.saved, history.ended):
+            steps.difference_update([other for other in steps if other > step])
     elif step > up_to:
         return
     elif record["kind"] == "sample":
         history.sampled.add(step)
     elif record["kind"] == "event" and record["event"] == "saved":
         history.saved.add(step)
+    elif record["kind"] == "event" and record["event"] in _ENDS:
+        history.ended.add(step)
     elif record["kind"] == kind and type(record["loss"]) in (int, float):
         history.evaluated[step] = record["loss"]
 

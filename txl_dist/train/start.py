@@ -481,6 +481,7 @@ def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:
         [],
         newest=newest,
         is_sampled=step in history.sampled,
+        is_ended=step in history.ended,
         lacks_saved=newest is not None and step_of(newest) not in history.saved,
     )
 

@@ -50,6 +50,13 @@ def test_what_a_start_or_rewind_gave_up_is_left_out_even_before_it_is_made_again
     assert history.step == 25
 
 
+@pytest.mark.parametrize(("name", "steps"), [("recovered", [20, 40]), ("start", [20, 40]), ("rewound", [20, 40, 40])])
+def test_a_skip_or_spike_of_a_repeated_step_counts_once(tmp_path: Path, name: str, steps: list[int]) -> None:
+    spikes = [event("spike", 20), event("spike", 40)]
+    history = read_history(write(tmp_path, event("start", 0), *spikes, event(name, 30), event("spike", 40)))
+    assert [one.step for one in history.events if one.name == "spike"] == steps
+
+
 def test_a_run_that_began_anew_keeps_nothing_of_the_old_one(tmp_path: Path) -> None:
     old = [event("start", 0), train(10, 1.0), {"kind": "sample", "step": 10, "prompt": "a", "text": "b"}]
     history = read_history(write(tmp_path, *old, event("start", 0)))

@@ -108,11 +108,15 @@ def nothing(*_: object, **__: object) -> None:
     """Do nothing."""
 
 
-@pytest.mark.parametrize(("max_steps", "events"), [(12, ["recovered", "done"]), (24, ["recovered", "phase"])])
+@pytest.mark.parametrize(
+    ("max_steps", "is_ended", "events"),
+    [(12, False, ["recovered", "done"]), (24, False, ["recovered", "phase"]), (24, True, ["recovered"])],
+)
 def test_a_recovery_after_the_last_step_of_a_phase_is_reported_before_the_phase_ends(
-    monkeypatch: pytest.MonkeyPatch, max_steps: int, events: list[str]
+    monkeypatch: pytest.MonkeyPatch, max_steps: int, is_ended: bool, events: list[str]
 ) -> None:
-    """The event belongs to the phase whose last step the recovery has restored."""
+    """The event belongs to the phase whose last step the recovery has restored. An end that the records have is not
+    written again."""
     run: Any = object.__new__(TrainingRun)
     for name in ("_is_best_to_keep", "_observe", "_repeat_validation", "_start_callbacks", "_report_clipping"):
         monkeypatch.setattr(TrainingRun, name, nothing)
@@ -120,7 +124,13 @@ def test_a_recovery_after_the_last_step_of_a_phase_is_reported_before_the_phase_
     written: list[str] = []
     run.reporter = SimpleNamespace(write=lambda kind, record: written.append(record["event"]), close=lambda: None)
     run.start = SimpleNamespace(
-        step=12, stored=True, origin="copies", is_inside_phase=True, lacks_saved=False, is_sampled=False
+        step=12,
+        stored=True,
+        origin="copies",
+        is_inside_phase=True,
+        lacks_saved=False,
+        is_sampled=False,
+        is_ended=is_ended,
     )
     run.recovery = Recovery()
     run.recovery.mark_step = lambda step, *, continued_from: {"why": "SIGKILL"}

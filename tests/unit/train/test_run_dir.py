@@ -166,17 +166,21 @@ def test_evaluations_are_known_by_step_but_for_later_ones_and_torn_lines(tmp_pat
     assert read_run_history(tmp_path, up_to=9).evaluated == {3: 2.5, 9: 2.25}
 
 
-def test_the_history_has_samples_and_saves_and_no_evaluation_that_a_rewind_gave_up(tmp_path: Path) -> None:
+def test_the_history_has_evaluations_samples_saves_and_ends_but_none_that_a_rewind_gave_up(tmp_path: Path) -> None:
     lines = [
         '{"kind": "eval", "step": 3, "loss": 2.5}',
         '{"kind": "sample", "step": 4, "text": "saved"}',
         '{"kind": "event", "event": "saved", "step": 5}',
         '{"kind": "eval", "step": 6, "loss": 9.0}',
         '{"kind": "eval", "step": 8, "loss": 9.5}',
+        '{"kind": "sample", "step": 6, "text": "rewound"}',
+        '{"kind": "event", "event": "saved", "step": 7}',
+        '{"kind": "event", "event": "phase", "step": 7}',
         '{"kind": "event", "event": "rewound", "step": 5, "from": 8}',
         '{"kind": "eval", "step": 6, "loss": 2.25}',
+        '{"kind": "event", "event": "phase", "step": 9}',
         '{"kind": "sample", "step": 12, "text": "rewound"}',
         '{"kind": "event", "event": "saved", "step": 12}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_run_history(tmp_path, up_to=9) == ({3: 2.5, 6: 2.25}, {4}, {5})
+    assert read_run_history(tmp_path, up_to=9) == ({3: 2.5, 6: 2.25}, {4}, {5}, {9})

@@ -20,6 +20,7 @@ partner, or else from the last checkpoint. If the agent of rank 0 is killed, the
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import select
@@ -38,7 +39,7 @@ from typing import Any
 
 from txl_dist.artifacts import STOP
 from txl_dist.distributed.connection import Connection, Message, end_when_unreachable
-from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.processes import ProcessId, process_id
 from txl_dist.distributed.recovery.coordinator import KILLED_S, Coordinator
 from txl_dist.distributed.recovery.job_file import JobAddress, StoreWatch, find_job, publish_job, withdraw_job
 from txl_dist.distributed.recovery.partner import PartnerServer
@@ -50,6 +51,7 @@ from txl_dist.distributed.recovery.spare_process import Child, SpareProcess
 from txl_dist.distributed.recovery.status import StatusPage
 from txl_dist.distributed.recovery.verdicts import AGENT_LOST, CUT_OFF, Loss
 from txl_dist.errors import HANG
+from txl_dist.version import code_version
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that an agent passes on to its rank."""
@@ -127,6 +129,8 @@ class Agent:
         self._lease_s: float | None = None
         """Time of the newest status that the coordinator has confirmed, or None if the coordinator is on this node."""
         self._pid = 0
+        self._process: ProcessId | None = None
+        """Identity of the process with this pid, once it has connected or was forked."""
         self._exit_status: int | None = None
         """Exit code of the rank's process, negative for a signal. None while the process runs."""
         self._closed_s: float | None = None
@@ -158,6 +162,8 @@ class Agent:
         self._is_node_ending = False
         self._stop: tuple[int, int] | None = None
         """Last stop signal, and the process that it was sent to."""
+        self._stop_s = -math.inf
+        """Time of the last SIGTERM."""
         self._told_stop = ""
         """Last request to stop that the coordinator knows, or an empty text."""
         self._next_look_s = 0.0
@@ -226,17 +232,20 @@ class Agent:
             variables=place_variables(os.environ),
             partner=[str(self._partner_server.port), self._partner_server.key] if self._partner_server else [],
             silent_s=self._options.silent_s,
-            code=self._options.code,
+            # Here, because the rank and the spare import their modules as this process does.
+            code=f"{code_version()}{self._options.plugins}",
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to the rank. It may also be that of a launcher that ends the whole node after the loss of an
         agent: then the job continues elsewhere, so the rank is killed before it can take part in a stop of the job.
         """
-        if number == signal.SIGTERM and time.monotonic() < self._node_ends_by_s:
-            self._is_node_ending = True
-            self._signal(signal.SIGKILL)
-            return
+        if number == signal.SIGTERM:
+            self._stop_s = time.monotonic()
+            if self._stop_s < self._node_ends_by_s:
+                self._is_node_ending = True
+                self._signal(signal.SIGKILL)
+                return
         self._stop = (number, self._pid)
         self._signal(number)
         if self._is_idle and not self._is_welcome:
@@ -306,6 +315,7 @@ class Agent:
             self._has_joined = True
             self._forget_process()
             self._pid = int(message["pid"])
+            self._process = process_id(self._pid)
             self._tell_coordinator({"kind": "started", "pid": self._pid})
             if self._plan is not None and self._plan["rank"] >= 0:
                 self._tell_rank(self._plan)
@@ -318,6 +328,7 @@ class Agent:
         elif kind == "forked":  # from the spare that has forked this agent's rank
             if self._rank_link is None:  # else the replacement itself was faster
                 self._pid = int(message["pid"])
+                self._process = process_id(self._pid)
                 self._begin_by_s = now_s + BEGIN_S
         elif kind == "exited":
             if message["pid"] == self._pid:
@@ -358,10 +369,11 @@ class Agent:
         coordinator = Connection(peer)
         hello = {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id()}
         hello |= {"partner": self._seat.partner}
-        job = {"settings_hash": self._options.settings_hash, "code": self._options.code}
+        job = {"settings_hash": self._options.settings_hash, "code": self._seat.code}
         place = {"host": socket.gethostname(), "node": node_name()}
         coordinator.send({"key": message["key"], "agent": self._number, **hello, **job, **place})
-        is_remote = peer.getpeername()[0] != peer.getsockname()[0]
+        other, own = (address.removeprefix("::ffff:") for address, *_ in (peer.getpeername(), peer.getsockname()))
+        is_remote = other not in (own, "127.0.1.1")  # as which Debian knows a machine's own name
         self._lease_s = time.monotonic() if is_remote else None
         self._key = message["key"]
         self._coordinator = coordinator
@@ -408,6 +420,10 @@ class Agent:
             here = socket.gethostname()
             if self._lease_s is not None and any(loss.host == here and loss.cause == AGENT_LOST for loss in losses):
                 self._node_ends_by_s = time.monotonic() + NODE_ENDS_S  # not on the node of rank 0, where the job ends
+                if self._stop_s > time.monotonic() - NODE_ENDS_S:  # the launcher was faster than this plan
+                    self._is_node_ending = True
+                    self._signal(signal.SIGKILL)
+                    return
             self._plan = message
             self._is_idle = message["rank"] < 0
             if self._is_idle:
@@ -511,6 +527,7 @@ class Agent:
     def _forget_process(self) -> None:
         """Forget the rank's process, and what was noticed about its end."""
         self._pid = 0
+        self._process = None
         self._exit_status = None
         self._closed_s = None
         self._begin_by_s = None
@@ -600,8 +617,7 @@ class Agent:
                 where = f"pid {self._pid} on {socket.gethostname()}"
                 say(f"SIGKILL does not end {where}. The agent ends without its rank")
                 return self._end_code
-            is_gone = self._closed_s is not None and now_s > self._closed_s + CAUSE_S and not _lives(self._pid)
-            if not is_gone:
+            if self._closed_s is None or now_s <= self._closed_s + CAUSE_S or self._rank_lives():
                 return None
             # Its parent is gone too. The spare of a node ends with the node's first agent, at the end of a run too.
             self._exit_status = self._announced_code if self._is_leaving else -signal.SIGKILL
@@ -621,6 +637,10 @@ class Agent:
         self._page.clear()
         self._tell_coordinator(died)
         return None
+
+    def _rank_lives(self) -> bool:
+        """Return whether the rank's process exists and has not ended. Another process may have got its pid since."""
+        return self._pid > 0 and self._process is not None and self._process.lives() is True
 
     def _say_end(self, code: int) -> None:
         """Print that the rank has ended without having announced why, and is not replaced."""
@@ -653,11 +673,6 @@ def _is_readable(peer: socket.socket, seconds: float) -> bool:
     poll = select.poll()  # `select.select` refuses descriptors above 1,023
     poll.register(peer, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
-
-
-def _lives(pid: int) -> bool:
-    """Return whether a process of this node exists and has not ended."""
-    return pid > 0 and process_id(pid).lives() is True
 
 
 def _die_with_parent() -> Callable[[], Any]:

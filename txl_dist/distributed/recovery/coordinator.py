@@ -29,7 +29,7 @@ coordinator has received that status after it was sent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -190,7 +190,10 @@ class Coordinator:
         self._is_complete = False  # whether all ranks have had an agent
         self._port = 0
         self._say_s = 0.0  # time of the next line about ranks that the job waits for
-        self._stops: dict[str, None] = {}  # requests to stop the job, for instance SIGTERM, the first one first
+        self._stops: dict[str, set[int]] = {}
+        """Requests to stop the job, for instance SIGTERM, with the agents that sent them. The first one is first."""
+        self._ending: Message | None = None
+        """Message that has ended the job, for agents that come later."""
 
     def take_messages(self) -> list[Outgoing]:
         """Return the messages to deliver since the last call.
@@ -271,6 +274,14 @@ class Coordinator:
             if self._note_loss(lost, AGENT_LOST, aged(lost.status, now_s - lost.heard_s), now_s) is None:
                 return
         if why:
+            nodes = {self._agents[number].node for number in numbers}
+            here = [number for number, agent in self._agents.items() if agent.node in nodes]
+            for reason in list(self._stops):  # signals of the launcher, which ends a node that has lost an agent
+                self._withdraw(reason, here)
+            for number in here:
+                agent = self._agents[number]
+                if agent.is_connected and agent.rank >= 0 and not (agent.is_alive or agent.is_unfilled):
+                    self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})  # the spare may be lost too
             self._replace_elsewhere(why, now_s)
 
     def tick(self, now_s: float) -> None:
@@ -295,7 +306,8 @@ class Coordinator:
         if not self.is_ended:
             self.is_ended = True
             self.lines.append(f"the job ends: {reason}. The same command continues from the last checkpoint")
-            self._send_to_all({"kind": "end", "code": HANG, "reason": reason})
+            self._ending = {"kind": "end", "code": HANG, "reason": reason}
+            self._send_to_all(self._ending)
 
     def _hear(self, number: int, status: Status, sent_s: object, now_s: float) -> None:
         """Note the status of an agent. Confirm it with `sent_s`, unless this is None."""
@@ -372,6 +384,9 @@ class Coordinator:
         """Take an agent into the job: at the start, or later without a rank, or in place of a lost one."""
         earlier = self._agents.get(number)
         self._agents[number] = agent
+        if self._ending is not None:
+            self._send(number, self._ending)
+            return
         if not self._is_complete and number < self._world_size:
             agent.rank = number
             self._is_complete = len(self._ranked) == self._world_size
@@ -647,9 +662,10 @@ class Coordinator:
     def _finish(self) -> None:
         """Note that the run is done, and let the agents without a rank end."""
         self.is_ended = True
+        self._ending = {"kind": "end", "code": 0, "reason": ""}
         for number, agent in self._agents.items():
             if agent.rank < 0:
-                self._send(number, {"kind": "end", "code": 0, "reason": ""})
+                self._send(number, self._ending)
 
     def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
@@ -657,7 +673,8 @@ class Coordinator:
             self.is_ended = True
             agent = self._agents[number]
             reason = f"rank {agent.rank} on {agent.host} failed: {reason}"
-            self._send_to_all({"kind": "end", "code": code, "reason": reason})
+            self._ending = {"kind": "end", "code": code, "reason": reason}
+            self._send_to_all(self._ending)
 
     def _note_stop(self, number: int, reason: str, *, withdrawn: str) -> None:
         """Note a request to stop the job, in place of an earlier one. Either text may be empty.
@@ -670,11 +687,20 @@ class Coordinator:
             not agent.is_connected for agent in self._agents.values() if agent.node == sender.node
         ):
             return
-        self._stops.pop(withdrawn, None)
-        if reason and reason not in self._stops:
-            self._stops[reason] = None
-            if sender.rank < 0 and not self.is_ended:
+        self._withdraw(withdrawn, [number])
+        if reason:
+            is_new = reason not in self._stops
+            self._stops.setdefault(reason, set()).add(number)
+            if is_new and sender.rank < 0 and not self.is_ended:
                 self._send(next(iter(self._ranked)), {"kind": "stop"})
+
+    def _withdraw(self, reason: str, senders: Iterable[int]) -> None:
+        """Forget a request to stop of these agents. The text may be empty."""
+        remaining = self._stops.get(reason, set()).difference(senders)
+        if remaining:
+            self._stops[reason] = remaining
+        else:
+            self._stops.pop(reason, None)
 
     def _judge_regroup(self, now_s: float) -> None:
         """Kill survivors that do not leave their generation in time. Give up a replacement that is missing too long."""

@@ -49,7 +49,7 @@ class Seat(NamedTuple):
     silent_s: float = 0.0
     """Value of the setting `recover.silent_s`."""
     code: str = ""
-    """Versions of the code of the job, from `code_version`."""
+    """Versions of the code of the job, from `code_version` and `plugins_text`."""
 
     def path_of(self, descriptor: int) -> str:
         """Return the path at which other processes of this node open a file of the agent."""
@@ -85,8 +85,8 @@ class AgentOptions(NamedTuple):
     """Value of the setting `run.dir`."""
     settings_hash: str = ""
     """Hash of the settings that all agents of a job must have in common."""
-    code: str = ""
-    """Versions of the code when this agent started, from `code_version`. All agents of a job must have the same."""
+    plugins: str = ""
+    """Plugins of the job with their versions, from `plugins_text`. All agents of a job must have the same."""
     join_s: float = 600.0
     """Seconds within which an agent without a rank must find the job. Its ranks must meet in half of that time."""
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from txl_dist.config.registry import plugins_text
 from txl_dist.distributed.connection import Connection
 from txl_dist.distributed.processes import is_stopped, name_process
 from txl_dist.distributed.recovery.agent import SIGNALS, connect_to
@@ -86,7 +87,7 @@ def serve_replacements() -> None:
 
 def _check_code(seat: Seat) -> None:
     """Check that what this process has imported is the code of the job. Raises ConfigError."""
-    code = code_version()
+    code = f"{code_version()}{plugins_text()}"
     if code != seat.code:
         raise ConfigError(
             "the code has changed since the job started, so no new process can replace its ranks: it runs "

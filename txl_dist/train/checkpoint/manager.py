@@ -61,6 +61,7 @@ class CheckpointManager:
         callbacks: Callbacks,
         mirror: Mirror | None = None,
         unsaved_s: float = 0.0,
+        retry_at: int = 0,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the parts of the run that a save needs.
@@ -68,7 +69,7 @@ class CheckpointManager:
         `newest` is the checkpoint that the run resumed, or None. `evaluated` maps each evaluated step to its validation
         loss, and the run adds later evaluations to it. `mirror` uploads the checkpoints, or is None. `unsaved_s` is the
         number of seconds since the last save before, and `clock_s` returns the time in seconds, for
-        `checkpoint.every_minutes`.
+        `checkpoint.every_minutes`. `retry_at` is the value of another process that this one continues.
         """
         self._saver = saver
         self._engine = engine
@@ -82,7 +83,8 @@ class CheckpointManager:
         self._callbacks = callbacks
         self._mirror = mirror
         self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
-        self._retry_at = 0
+        self.retry_at = retry_at
+        """Step after which a failed save is repeated, or 0."""
         self._clock_s = clock_s
         self._counts_from_s = self._counted_from_s = clock_s() - unsaved_s
         self._stall_s = self._waited_s = 0.0
@@ -115,7 +117,7 @@ class CheckpointManager:
         """Return whether the state must be saved after this step, because the interval has passed or the last save
         failed."""
         every = self._context.config.checkpoint.every_steps
-        return step == self._retry_at or (every > 0 and step % every == 0)
+        return step == self.retry_at or (every > 0 and step % every == 0)
 
     @property
     def is_late(self) -> bool:
@@ -138,7 +140,7 @@ class CheckpointManager:
         """
         self.finish(state.step)
         self._counted_from_s = self._counts_from_s
-        self._retry_at, self._counts_from_s = 0, self._clock_s()
+        self.retry_at, self._counts_from_s = 0, self._clock_s()
         if self._has(state.step):
             return
         start_s = time.perf_counter()
@@ -206,7 +208,8 @@ class CheckpointManager:
     def report_newest(self) -> None:
         """Write the `saved` event of the newest checkpoint. The rank that committed it was lost before it did so."""
         assert self._newest is not None
-        size = sum(path.stat().st_size for path in self._newest.iterdir()) if self._leads_disk else 0
+        files = self._newest.rglob("*") if self._leads_disk else ()
+        size = sum(path.stat().st_size for path in files if path.is_file())
         record = {"event": "saved", "step": step_of(self._newest), "path": self._newest.name}
         self._reporter.write("event", {**record, "seconds": 0.0, "gib": round(size / 2**30, 6)})
 
@@ -221,7 +224,7 @@ class CheckpointManager:
         if checkpoint.every_minutes and not checkpoint.every_steps:
             self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes
         else:
-            self._retry_at = step + max(1, checkpoint.every_steps // 10)
+            self.retry_at = step + max(1, checkpoint.every_steps // 10)
 
     def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
         """Save the state before the run ends, and retry a failed save for `patience_s` seconds.

@@ -30,6 +30,9 @@ from txl_dist.train.state import TrainState
 class Recovery:
     """Recovery of a run that has none: its methods do nothing."""
 
+    is_again = False
+    """Whether the job has lost a rank before."""
+
     def take_stored(self) -> StoredState | None:
         """Return the newest state that all ranks have stored, once after each loss of a rank. Otherwise return None.
 
@@ -37,10 +40,11 @@ class Recovery:
         """
         return None
 
-    def check_room(self, state: TrainState, engine: Engine) -> None:
+    def check_room(self, state: TrainState, engine: Engine, *, with_average: bool) -> None:
         """Check that copies of the state fit into host memory, unless the job has stored some before.
 
-        All ranks call it together. Raises ConfigError on all ranks.
+        `with_average` says whether the run averages its weights. All ranks call it together. Raises ConfigError on all
+        ranks.
         """
 
     def store(self, state: TrainState, engine: Engine, carried: dict[str, Any]) -> None:
@@ -149,7 +153,7 @@ class InJobRecovery(Recovery):
             partner=partner,
             copy=_copy_for(ranks.device, member),
         )
-        self._is_new = member.generation > 1
+        self.is_again = self._is_new = member.generation > 1
 
     def _miss_partner(self) -> None:
         """Refuse to start without another node. After a loss the job continues without partner copies."""
@@ -174,8 +178,8 @@ class InJobRecovery(Recovery):
         return stored
 
     @override
-    def check_room(self, state: TrainState, engine: Engine) -> None:
-        self._slots.check_room(state, engine)
+    def check_room(self, state: TrainState, engine: Engine, *, with_average: bool) -> None:
+        self._slots.check_room(state, engine, with_average=with_average)
 
     @override
     def store(self, state: TrainState, engine: Engine, carried: dict[str, Any]) -> None:

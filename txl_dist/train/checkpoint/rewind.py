@@ -26,13 +26,15 @@ class Rewind(NamedTuple):
 def find_rewind(
     context: RunContext, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]
 ) -> Rewind | None:
-    """Find the newest complete checkpoint of a step before `first_bad`, the first step of a spike. All ranks call it
-    together.
+    """Find the newest complete checkpoint of this phase, of a step before `first_bad`, the first step of a spike. All
+    ranks call it together.
 
     The stream of the result skips the text that was read from step `first_bad` until now. `began` contains the step and
     the stream with which this process began. Returns None if there is no such checkpoint.
     """
-    before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) < first_bad])
+    # A step of an earlier phase would be made with the settings of this phase, but after a resume with its own.
+    steps = range(context.steps.start, first_bad)
+    before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) in steps])
     whole = (path for path in reversed(before) if not examine_together(path, context.ranks).problems)
     target = next(whole, None)
     if target is None:

@@ -26,6 +26,7 @@ another node, because the ranks of a node then store other shares.
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -57,6 +58,14 @@ from txl_dist.train.footprint.room import host_room_bytes
 from txl_dist.train.stability import Health
 from txl_dist.train.state import TrainState
 
+NOTHING_CARRIED: dict[str, Any] = {
+    "interval": None,
+    "clipping": [0, 0, 0.0],
+    "skipped": [0, []],
+    "unsaved_s": 0.0,
+    "retry_at": 0,
+}
+"""Values that a rank carries beside its state when its process is no replacement. `began` is added to them."""
 _NUM_KINDS = 3
 """Number of values per weight after the first step: the weight, and with most optimizers two moments."""
 _ENDED = (FileNotFoundError, PermissionError, ProcessLookupError)
@@ -191,7 +200,7 @@ class StoredState:
     stream: StreamState
     facts: dict[str, Any]
     """Small values of the state: `step`, `tokens`, `health`, `stream`, `loss_scale`, `carried` and `begins_phase`. With
-    fewer ranks than before they are those of rank 0."""
+    fewer ranks than before they are those of rank 0, except `carried`."""
     source: Source
     """Weights and optimizer state of the ranks of this node."""
     memories: tuple[Memory, ...]
@@ -312,17 +321,18 @@ class StateSlots:
         if error is not None:
             raise error
 
-    def check_room(self, state: TrainState, engine: Engine) -> None:
+    def check_room(self, state: TrainState, engine: Engine, *, with_average: bool) -> None:
         """Check that the slots of all ranks of a node fit into its host memory, before the first version is stored.
 
-        Later the slots have their memory, which does not count as free, so nothing is checked. All ranks call it
-        together. Raises ConfigError on all ranks.
+        `with_average` says whether the first step adds an average of the weights. Later the slots have their memory,
+        which does not count as free, so nothing is checked. All ranks call it together. Raises ConfigError on all
+        ranks.
         """
         if self._next > 1:  # the same on all ranks
             return
         partitions = engine.partition_states()
-        num_kinds = max((len(partition.values) for partition in partitions), default=_NUM_KINDS)
-        num_missing = max(0, _NUM_KINDS - num_kinds)
+        num_kinds = _NUM_KINDS + with_average
+        num_missing = max(0, num_kinds - max((len(partition.values) for partition in partitions), default=num_kinds))
         num_weights = sum(len(partition.values[WEIGHT]) for partition in partitions) // self._share.num_parts
         layout = _lay_out(partitions, state.memories, self._share)
         size = layout.num_bytes + 4 * num_weights * num_missing
@@ -456,7 +466,9 @@ class StateSlots:
         parts = []
         for values, table, _ in contents:
             parts.append((values, [_Piece(*piece) for piece in table["pieces"]]))
-        facts = contents[0][2]
+        facts = dict(contents[0][2])
+        first, last = (begin * len(contents) // len(memories), (end - 1) * len(contents) // len(memories))
+        facts["carried"] = _joined([content[2]["carried"] for content in contents[first : last + 1]])
         stream = StreamState.from_dict(facts["stream"])
         return StoredState(facts["step"], stream, facts, SlotSource(parts, counts), tuple(memories[begin:end]))
 
@@ -539,6 +551,16 @@ class SlotSource(Source):
     @override
     def step_of(self, parameter: str) -> float:
         return self._counts[parameter]
+
+
+def _joined(carried: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the carried values of a rank that takes over the lanes of these ranks: their damaged documents together,
+    and the other values of the first one."""
+    joined = dict(carried[0])
+    if "skipped" in joined:
+        numbers, documents = zip(*(values["skipped"] for values in carried), strict=True)
+        joined["skipped"] = [sum(numbers), list(itertools.chain.from_iterable(documents))]
+    return joined
 
 
 def _place_of(facts: dict[str, Any]) -> object:

@@ -44,7 +44,7 @@ def check_ranks_alike(sections: Mapping[str, Mapping[str, Any]], *, code: str) -
     when this process, or its agent, started. All ranks call it together. Raises ConfigError on all ranks.
     """
     gathered = gather_objects((loaded_plugins(), hash_of_job(sections), code))
-    problem = code_problem([code for _, _, code in gathered]) or plugin_problem([plugins for plugins, *_ in gathered])
+    problem = plugin_problem([plugins for plugins, *_ in gathered]) or code_problem([code for _, _, code in gathered])
     if not problem and len({settings_hash for _, settings_hash, _ in gathered}) > 1:
         problem = settings_problem(gather_objects(settings_of_job(sections)))
     if problem:

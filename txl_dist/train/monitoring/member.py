@@ -206,7 +206,7 @@ class Member:
 
     @property
     def code(self) -> str:
-        """Versions of the code when the agent started, from `code_version`."""
+        """Versions of the code when the agent started."""
         return self._seat.code
 
     @property

@@ -60,10 +60,9 @@ class PreemptionRequests:
         self._others: list[str] = []  # reasons besides signals
         self._next_poll_s = 0.0
         self._start_s = time.monotonic() - process_age_s(first_pid)
-        self._launchers = launchers()
-        self._is_orphan = (
-            not self._launchers and os.getppid() == 1 and not os.environ.keys().isdisjoint(MADE_BY_LAUNCHERS)
-        )
+        self._launchers = launchers(first_pid)
+        parent = parent_of(first_pid or os.getpid())
+        self._is_orphan = not self._launchers and parent == 1 and not os.environ.keys().isdisjoint(MADE_BY_LAUNCHERS)
         self._restore = ExitStack()
         for number in SIGNALS:
             self._restore.callback(signal.signal, number, signal.signal(number, self._record_signal))
@@ -191,16 +190,16 @@ def parse_duration(text: str) -> float:
     return duration_s
 
 
-def launchers() -> list[ProcessId]:
-    """Return the launchers among the ancestors of this process, for instance `deepspeed`, `torchrun` or `txl
-    launch`."""
+def launchers(pid: int = 0) -> list[ProcessId]:
+    """Return the launchers among the ancestors of a process, for instance `deepspeed`, `torchrun` or `txl launch`. A
+    pid of 0 means this process."""
     launcher = os.environ.get(LAUNCHED_BY)
     if launcher:
         processes = [process_of(parse_json(launcher))]
     else:
         processes = []
-    pid = os.getppid()
-    while pid > 1:
+    pid = parent_of(pid or os.getpid())
+    while pid > 0:  # in a container a launcher may have the pid 1
         if _is_launcher(command_of(pid)):
             processes.append(process_id(pid))
         pid = parent_of(pid)

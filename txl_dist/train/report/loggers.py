@@ -65,10 +65,10 @@ class MetricReporter:
     """Writer of a run's records to all loggers. An error of a logger is logged and never ends the run.
 
     Only rank 0 has loggers. On other ranks the methods do nothing. `start_step` is the number of steps that were
-    finished when this process started.
+    finished when this process started. `continues` says that records of the run were written before.
     """
 
-    def __init__(self, context: RunContext, *, start_step: int) -> None:
+    def __init__(self, context: RunContext, *, start_step: int, continues: bool = False) -> None:
         config = context.config
         run_dir = context.run_dir
         metrics = context.config.metrics
@@ -81,7 +81,7 @@ class MetricReporter:
                 self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
             if metrics.wandb:
                 values = config.model_dump(mode="json")
-                self._sinks.append(WeightsAndBiases(run_dir, metrics, config=values, continues=start_step > 0))
+                self._sinks.append(WeightsAndBiases(run_dir, metrics, config=values, continues=continues))
         self._num_lost = [0] * len(self._sinks)
         self._failed: set[str] = set()
 
@@ -315,7 +315,7 @@ class WeightsAndBiases(MetricLogger):
     """
 
     def __init__(self, run_dir: Path, metrics: MetricsSection, *, config: Record, continues: bool) -> None:
-        """Start nothing yet. `continues` says that the training has made steps before, in this process or another."""
+        """Start nothing yet. `continues` says that records of the run were written before."""
         self._run_dir = run_dir
         self._metrics = metrics
         self._config = config

@@ -55,6 +55,8 @@ class Interval:
         self._wait_s = self._loss = self._grad_norm = self._lr = self._local_ms = 0.0
         self._num_steps = self._num_skipped = self._num_scored = self._num_clipped = 0
         self._accuracies: list[float] = []
+        self._num_untimed = 0
+        """Number of steps that another process has made before this interval's clock started."""
 
     def add(
         self,
@@ -95,6 +97,7 @@ class Interval:
         """Continue an interval that another process began, after the loss of a rank."""
         for name in _SUMS:
             setattr(self, name, sums[name])
+        self._num_untimed = self._num_steps
 
     def wait(self, seconds: float) -> None:
         """Add the seconds that this rank has waited for the data of a step."""
@@ -122,6 +125,7 @@ class Interval:
         """
         span_s = time.perf_counter() - self._start_s
         steps = max(1, self._num_steps)
+        timed_steps = max(1, self._num_steps - self._num_untimed)
         local_ms = round(self._local_ms / steps, 3)
         parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes(), local_ms))
         if not any(num_scored for _, _, num_scored, *_ in parts):
@@ -146,8 +150,8 @@ class Interval:
             "lr": self._lr,
             "grad_norm": grad_norm,
             **clipped,
-            "tokens_per_s": steps * tokens_per_step / span_s,
-            "step_ms": 1000 * span_s / steps,
+            "tokens_per_s": timed_steps * tokens_per_step / span_s,
+            "step_ms": 1000 * span_s / timed_steps,
             "data_wait_pct": 100 * max(wait_s for wait_s, *_ in parts) / span_s,
             "peak_gib": max(peak for *_, peak, _ in parts) / 2**30,
             "skipped_documents": sum(number for _, number, *_ in parts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -36,7 +37,6 @@ import os, subprocess, sys
 from txl_dist.distributed.recovery import agent, coordinator
 from txl_dist.distributed.recovery.agent import Agent
 from txl_dist.distributed.recovery.seat import SEAT, AgentOptions
-from txl_dist.version import code_version
 
 def start(seat):
     if seat.is_spare and "NO_SPARES" in os.environ:
@@ -46,7 +46,7 @@ def start(seat):
 options = AgentOptions(
     silent_s=float(os.environ.get("SILENT_S", "1")), max_in_row=int(sys.argv[2]), on_loss=sys.argv[3], max_ranks=4,
     run_dir=os.environ.get("FOLDER", "."), spare_nodes=int(os.environ.get("SPARE_NODES", "0")),
-    settings_hash=os.environ.get("SETTINGS", ""), code=os.environ.get("CODE") or code_version(),
+    settings_hash=os.environ.get("SETTINGS", ""), plugins=os.environ.get("PLUGINS", ""),
 )
 agent.FOUND_WITHIN_S = 0.5
 if "UNKILLABLE" in os.environ:
@@ -275,7 +275,7 @@ def test_a_job_that_waits_ends_when_it_is_asked_to_stop_also_if_no_rank_is_left(
 
 @pytest.mark.slow
 def test_a_spare_of_other_code_than_the_job_replaces_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CODE", "txl_dist 0.0.1 (code 123456789abc)")
+    monkeypatch.setenv("PLUGINS", ", plugin mine 1.0 (123456789abc)")
     agents = Agents(tmp_path, on_loss="shrink", silent_s=20.0)
     survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
     os.kill(victim, signal.SIGKILL)
@@ -283,7 +283,7 @@ def test_a_spare_of_other_code_than_the_job_replaces_no_rank(tmp_path: Path, mon
     agents.end()
     stderr = agents.agents[0].stderr
     assert stderr is not None
-    assert "it runs txl_dist 0.0.1 (code 123456789abc), and txl_dist " in stderr.read()
+    assert f"it runs {code_version()}, plugin mine 1.0 (123456789abc), and {code_version()} is" in stderr.read()
 
 
 @pytest.mark.slow
@@ -473,20 +473,26 @@ def test_after_a_pause_of_its_node_a_rank_is_killed_at_once_even_if_it_was_asked
     assert signals == [signal.SIGKILL]
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["after the plan", "before the plan"])
 @pytest.mark.parametrize(("lease_s", "host", "ends"), [(1.0, "", True), (1.0, "another", False), (None, "", False)])
 def test_a_sigterm_after_the_loss_of_another_agent_of_the_node_ends_the_node_and_not_the_job(
-    lease_s: float | None, host: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+    lease_s: float | None, host: str, ends: bool, is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signals: list[int] = []
     monkeypatch.setattr(Agent, "_signal", lambda self, number: signals.append(number))
     left = object.__new__(Agent)
     left._rank_link, left._stop, left._lease_s, left._pid = None, None, lease_s, 7
-    left._node_ends_by_s, left._is_node_ending = 0.0, False
+    left._node_ends_by_s, left._is_node_ending, left._stop_s = 0.0, False, -math.inf
+    left._is_idle, left._is_welcome = False, True
     loss = Loss(3, host or socket.gethostname(), 9, AGENT_LOST, 5, "step", 0.1)
+    if is_early:
+        left._forward(signal.SIGTERM, None)
     left._follow({"kind": "plan", "rank": 2, "losses": [list(loss)]})
-    left._forward(signal.SIGTERM, None)
-    assert (left._is_node_ending, left._stop is None) == (ends, ends)
-    assert signals == [signal.SIGKILL if ends else signal.SIGTERM]
+    if not is_early:
+        left._forward(signal.SIGTERM, None)
+    assert left._is_node_ending == ends
+    forwarded = [signal.SIGTERM] if is_early or not ends else []
+    assert signals == forwarded + [signal.SIGKILL] * ends
 
 
 def test_the_exit_code_that_a_replacement_has_announced_counts_if_its_spare_has_ended(agents: Agents) -> None:

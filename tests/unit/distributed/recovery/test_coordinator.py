@@ -504,6 +504,45 @@ def test_the_end_of_a_spare_node_that_has_lost_an_agent_does_not_stop_the_job() 
     assert job.told() == []
 
 
+def test_a_signal_of_the_launcher_that_comes_before_the_loss_of_another_agent_does_not_stop_the_job() -> None:
+    job = Job("abb", on_loss="wait")
+    job.tell(2, "stop", reason="SIGTERM", withdrawn="")  # its launcher has noticed the end of agent 1 first
+    job.lose_agent(1)
+    job.tick(1.0, heard="02")
+    assert not job.coordinator.is_ended
+    job.tell(0, "stop", reason="SIGTERM", withdrawn="")
+    job.tick(1.0, heard="02")
+    assert job.coordinator.is_ended
+
+
+def test_a_request_to_stop_of_two_nodes_outlives_the_loss_of_an_agent_of_one() -> None:
+    job = Job("abb", on_loss="wait")
+    for number in (2, 0):
+        job.tell(number, "stop", reason="SIGTERM", withdrawn="")
+    job.lose_agent(1)
+    job.tick(1.0, heard="02")
+    assert job.coordinator.is_ended
+
+
+def test_a_replacement_is_asked_for_again_if_the_agent_that_has_the_spare_is_lost() -> None:
+    job = Job("abbc", on_loss="wait")
+    job.lose(2)
+    assert (1, "replace") in job.kinds()
+    job.lose_agent(1)
+    asked = [(number, message["seat"]) for number, message in job.told() if message["kind"] == "replace"]
+    assert asked == [(2, ["seat 2"])]
+
+
+@pytest.mark.parametrize(("code", "then"), [(75, 75), (0, 0)])
+def test_an_agent_that_comes_after_the_end_of_the_job_is_told_the_end(code: int, then: int) -> None:
+    job = Job("ab")
+    for rank in (0, 1):
+        job.tell(rank, "left", code=code)
+    job.told()
+    job.greet(2, "c")
+    assert [(number, message["kind"], message["code"]) for number, message in job.told()] == [(2, "end", then)]
+
+
 def test_a_stop_file_that_was_removed_in_time_does_not_end_a_later_wait() -> None:
     job = Job("ab", on_loss="wait")
     job.tell(0, "stop", reason="the file STOP", withdrawn="")

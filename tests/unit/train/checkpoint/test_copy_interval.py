@@ -69,14 +69,14 @@ def test_a_job_that_has_made_a_step_is_not_refused_because_its_own_slots_fill_th
 ) -> None:
     monkeypatch.setattr(slots, "gather_objects", lambda value: [value])
     recovery = recovery_in(tmp_path)
-    recovery.check_room(state_of(0), engine_of(0))
+    recovery.check_room(state_of(0), engine_of(0), with_average=False)
     recovery.store(state_of(1), engine_of(1), {})
     recovery.wait()
     if generation == 2:
         recovery = recovery_in(tmp_path)
         assert recovery._slots.newest_common() is not None
     monkeypatch.setattr(slots, "host_room_bytes", lambda: 0.0)
-    recovery.check_room(state_of(1), engine_of(1))
+    recovery.check_room(state_of(1), engine_of(1), with_average=False)
     recovery.close()
 
 
@@ -88,5 +88,5 @@ def test_a_job_that_lost_a_rank_before_its_first_step_is_still_checked(
     recovery = recovery_in(tmp_path)
     assert recovery._slots.newest_common() is None
     with pytest.raises(ConfigError, match=r"recover\.spares"):
-        recovery.check_room(state_of(0), engine_of(0))
+        recovery.check_room(state_of(0), engine_of(0), with_average=False)
     recovery.close()

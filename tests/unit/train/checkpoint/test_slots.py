@@ -259,6 +259,21 @@ def test_fewer_ranks_read_all_weights_and_divide_the_memories_in_the_order_of_th
     assert [hidden_of(one) for one in stored] == [[20, 20, 21, 21], [22, 22, 23, 23]]
 
 
+def test_fewer_ranks_continue_the_damaged_documents_of_the_ranks_whose_lanes_they_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 4)
+    for rank, slots in enumerate(ranks.slots):
+        carried = {"skipped": [rank, [[f"shard {rank}", 7]]], "began": f"rank {rank}"}
+        slots.store(state_of(1, rank), engine_of(1, start=3 * rank, length=3), carried)
+        slots.wait()
+    ranks.begin(2)
+    assert [one.facts["carried"] for one in ranks.newest_of_all()] == [
+        {"skipped": [1, [["shard 0", 7], ["shard 1", 7]]], "began": "rank 0"},
+        {"skipped": [5, [["shard 2", 7], ["shard 3", 7]]], "began": "rank 2"},
+    ]
+
+
 def test_after_a_shrink_the_old_version_is_valid_until_all_new_ranks_have_stored_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -345,10 +360,19 @@ def test_memory_that_is_missing_is_an_error_and_no_signal(monkeypatch: pytest.Mo
 def test_copies_that_do_not_fit_are_refused_with_their_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ranks = Ranks(monkeypatch, tmp_path, 1)
     monkeypatch.setattr(slots_module, "gather_objects", lambda value: [value])
-    ranks.slots[0].check_room(state_of(1), engine_of(1))
+    ranks.slots[0].check_room(state_of(1), engine_of(1), with_average=False)
     monkeypatch.setattr(slots_module, "host_room_bytes", lambda: 1000.0)
     with pytest.raises(ConfigError, match=r"They need \S+ KiB on \S+, but 1 KiB are free\..*set recover\.spares to 0"):
-        ranks.slots[0].check_room(state_of(1), engine_of(1))
+        ranks.slots[0].check_room(state_of(1), engine_of(1), with_average=False)
+
+
+def test_the_average_of_the_weights_counts_before_it_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 1)
+    sizes: list[int] = []
+    monkeypatch.setattr(slots_module, "gather_objects", lambda value: sizes.append(value.num_bytes) or [value])
+    for with_average in (False, True):
+        ranks.slots[0].check_room(state_of(1), engine_of(1, length=10), with_average=with_average)
+    assert sizes[1] - sizes[0] == 4 * 10
 
 
 @pytest.mark.parametrize("world_size", [2, 1])

@@ -370,6 +370,7 @@ def saving(
     beat: Callable[[str], None] = lambda phase: None,
     clock_s: Callable[[], float] = time.monotonic,
     unsaved_s: float = 0.0,
+    retry_at: int = 0,
 ) -> tuple[CheckpointManager, Records]:
     monkeypatch.setattr(saving_module, "make_probes", lambda *_, **__: PROBE)
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
@@ -387,6 +388,7 @@ def saving(
         evaluated=losses or {},
         callbacks=callbacks,
         unsaved_s=unsaved_s,
+        retry_at=retry_at,
         clock_s=clock_s,
     ), records
 
@@ -423,6 +425,17 @@ def test_minutes_go_on_after_a_loss_and_a_save_that_it_dropped_is_due_at_once(
     assert second.is_late
     first.finish(1)
     assert first.unsaved_s == 1.0
+
+
+def test_a_failed_save_is_repeated_after_a_loss_too(
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = parts(alone, tmp_path, every_steps=100)
+    first, _ = saving(it, monkeypatch)
+    first._plan_retry(100)
+    assert first.is_due(110)
+    second, _ = saving(it, monkeypatch, retry_at=first.retry_at)
+    assert [step for step in range(101, 120) if second.is_due(step)] == [110]
 
 
 def test_without_minutes_the_clock_never_asks_for_a_checkpoint(

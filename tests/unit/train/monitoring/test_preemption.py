@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -245,6 +246,31 @@ def test_the_end_of_a_shell_is_none(tmp_path: Path) -> None:
     process.wait()
     wait_for(tmp_path / "reason")
     assert (tmp_path / "reason").read_text() == ""
+
+
+AGENT, REPLACEMENT = 50, 60
+
+
+@pytest.mark.parametrize(
+    ("parent_of_agent", "first", "is_request"),
+    [(1, "init", True), (1, "python torchrun", False), (40, "init", False)],
+    ids=["the launcher is gone", "the launcher is the first process", "the launcher lives"],
+)
+def test_a_replacement_looks_for_the_launcher_of_its_agent(
+    monkeypatch: pytest.MonkeyPatch, parent_of_agent: int, first: str, is_request: bool
+) -> None:
+    """Its own parent was a spare, which may have ended. In a container the launcher may be process 1."""
+    commands = {40: ["python", "torchrun"], 1: first.split()}
+    parents = {AGENT: parent_of_agent, 40: 1, os.getpid(): 1 if is_request is False else AGENT}
+    monkeypatch.setattr(stopping, "parent_of", lambda pid: parents.get(pid, 0))
+    monkeypatch.setattr(stopping, "command_of", lambda pid: commands.get(pid, []))
+    monkeypatch.setattr(stopping, "process_id", lambda pid=0: SimpleNamespace(lives=lambda: True))
+    monkeypatch.setenv("CROSS_RANK", "0")
+    requests = PreemptionRequests(first_pid=AGENT)
+    try:
+        assert (requests.reason == "the end of the launcher") is is_request
+    finally:
+        requests.close()
 
 
 @pytest.mark.parametrize(

@@ -235,14 +235,13 @@ def test_weights_and_biases_gets_the_names_that_the_settings_give(tmp_path: Path
     assert told["project"] == "papers"
 
 
-@pytest.mark.parametrize(("start_step", "resume"), [(0, "never"), (20, "allow")])
+@pytest.mark.parametrize(("continues", "resume"), [(False, "never"), (True, "allow")])
 def test_a_training_that_continues_may_find_its_run_at_weights_and_biases(
-    start_step: int, resume: str, tmp_path: Path, wandb: FakeWandb
+    continues: bool, resume: str, tmp_path: Path, wandb: FakeWandb
 ) -> None:
     metrics = {"wandb": "papers", "wandb_resume": "never", "tensorboard": False}
-    report = MetricReporter(
-        job_of(tiny_config(run={"dir": str(tmp_path)}, metrics=metrics), RANK), start_step=start_step
-    )
+    config = tiny_config(run={"dir": str(tmp_path)}, metrics=metrics)
+    report = MetricReporter(job_of(config, RANK), start_step=0, continues=continues)
     report.write("train", TRAIN_RECORD)
     report.close()
     (told,) = (value for name, value in wandb.calls if name == "init")

@@ -154,6 +154,20 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
     assert interval.report(step=1, tokens_per_step=30)["tokens_per_s"] == pytest.approx(10.0)
 
 
+def test_steps_of_a_lost_process_count_for_the_means_and_not_for_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ranks_are(monkeypatch)
+    lost = Interval()
+    for loss in (1.0, 2.0, 6.0):
+        add(lost, loss=loss)
+    interval = Interval()
+    interval.continue_from(lost.sums())
+    add(interval, loss=3.0)
+    clock.now_s += 2.0
+    record = interval.report(step=4, tokens_per_step=30)
+    assert (record["loss"], record["step_ms"], record["tokens_per_s"]) == pytest.approx((3.0, 2000.0, 15.0))
+
+
 def mfu_at(speed: float, *, peak_tflops: float, ranks: int = 1) -> dict[str, float]:
     config = tiny_config(metrics={"peak_tflops": peak_tflops})
     job = job_of(config, RankInfo(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300)
