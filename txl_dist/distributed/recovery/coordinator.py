@@ -280,7 +280,8 @@ class Coordinator:
                 self._withdraw(reason, here)
             for number in here:
                 agent = self._agents[number]
-                if agent.is_connected and agent.rank >= 0 and not (agent.is_alive or agent.is_unfilled):
+                is_absent = agent.rank >= 0 and not (agent.is_alive or agent.is_unfilled or agent.is_stuck)
+                if agent.is_connected and is_absent:
                     self._send_to_node(agent.node, {"kind": "replace", "seat": agent.seat})  # the spare may be lost too
             self._replace_elsewhere(why, now_s)
 

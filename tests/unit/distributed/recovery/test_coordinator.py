@@ -737,6 +737,17 @@ def test_on_loss_decides_about_a_rank_that_cannot_be_ended(on_loss: str) -> None
         assert [message["rank"] for _, message in told] == [0, -1, 1]
 
 
+def test_a_rank_that_cannot_be_ended_gets_no_second_process_when_an_agent_of_its_node_is_lost() -> None:
+    job = Job("aaa", on_loss="wait")
+    freeze(job, 1)
+    job.tick(KILLED_S + 1, heard="012")
+    job.told()
+    job.lose_agent(2)
+    assert (0, "replace") not in job.kinds()
+    job.lose(1)
+    assert (0, "replace") in job.kinds()
+
+
 def test_a_process_that_ends_late_after_sigkill_leaves_its_replacement_the_whole_time() -> None:
     job = Job()
     freeze(job, 1)
