@@ -26,5 +26,13 @@ def code_version() -> str:
             digest.update(f"{words} ".encode())
             digest.update(path.read_bytes())
     versions = [f"txl_dist {__version__} (code {digest.hexdigest()[:12]})"]
-    versions += [f"{name} {importlib.metadata.version(name)}" for name in _COMPUTING]
+    versions += [f"{name} {_version(name)}" for name in _COMPUTING]
     return ", ".join(versions)
+
+
+def _version(name: str) -> str:
+    """Return the version of a package, or "unknown" for one that is not installed but only on the path."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

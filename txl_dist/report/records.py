@@ -393,7 +393,10 @@ class _Reader:
         known = ("kind", "event", "step", "time_s")
         fields = {key: value for key, value in record.items() if key not in known}
         if name in ("start", "recovered"):
-            self._events = [event for event in self._events if event.name not in _REPEATED or event.step <= step]
+            rewinds = [index for index, event in enumerate(self._events) if event.name == "rewound"]
+            first = max(rewinds, default=-1) + 1  # what a rewind gave up is not made again
+            made = [event for event in self._events[first:] if event.name not in _REPEATED or event.step <= step]
+            self._events[first:] = made
         self._events.append(Event(name, step, self._hours, fields))
         if "no_bits" in fields:
             self._not_kept -= BITS.keys()

@@ -57,6 +57,12 @@ def test_a_skip_or_spike_of_a_repeated_step_counts_once(tmp_path: Path, name: st
     assert [one.step for one in history.events if one.name == "spike"] == steps
 
 
+def test_the_spikes_that_a_rewind_gave_up_are_still_counted_after_a_loss(tmp_path: Path) -> None:
+    spikes = [event("spike", step) for step in (50, 51)]
+    history = read_history(write(tmp_path, event("start", 0), *spikes, event("rewound", 40), event("recovered", 44)))
+    assert [one.name for one in history.events] == ["start", "spike", "spike", "rewound", "recovered"]
+
+
 def test_a_run_that_began_anew_keeps_nothing_of_the_old_one(tmp_path: Path) -> None:
     old = [event("start", 0), train(10, 1.0), {"kind": "sample", "step": 10, "prompt": "a", "text": "b"}]
     history = read_history(write(tmp_path, *old, event("start", 0)))

@@ -276,8 +276,8 @@ class Coordinator:
         if why:
             nodes = {self._agents[number].node for number in numbers}
             here = [number for number, agent in self._agents.items() if agent.node in nodes]
-            for reason in list(self._stops):  # signals of the launcher, which ends a node that has lost an agent
-                self._withdraw(reason, here)
+            if self._agents[0].node not in nodes:  # from the launcher, which ends a node that has lost an agent
+                self._withdraw("SIGTERM", here)
             for number in here:
                 agent = self._agents[number]
                 is_absent = agent.rank >= 0 and not (agent.is_alive or agent.is_unfilled or agent.is_stuck)

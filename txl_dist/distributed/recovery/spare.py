@@ -90,7 +90,7 @@ def _check_code(seat: Seat) -> None:
     code = f"{code_version()}{plugins_text()}"
     if code != seat.code:
         raise ConfigError(
-            "the code has changed since the job started, so no new process can replace its ranks: it runs "
+            "the code has changed since the job started, so no new process can replace its ranks: the job runs "
             f"{seat.code}, and {code} is installed now. Install the versions of the job, or stop and resume it."
         )
 

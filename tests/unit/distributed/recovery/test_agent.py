@@ -283,7 +283,7 @@ def test_a_spare_of_other_code_than_the_job_replaces_no_rank(tmp_path: Path, mon
     agents.end()
     stderr = agents.agents[0].stderr
     assert stderr is not None
-    assert f"it runs {code_version()}, plugin mine 1.0 (123456789abc), and {code_version()} is" in stderr.read()
+    assert f"the job runs {code_version()}, plugin mine 1.0 (123456789abc), and {code_version()} is" in stderr.read()
 
 
 @pytest.mark.slow

@@ -515,6 +515,14 @@ def test_a_signal_of_the_launcher_that_comes_before_the_loss_of_another_agent_do
     assert job.coordinator.is_ended
 
 
+def test_the_file_stop_outlives_the_loss_of_an_agent_beside_the_coordinator() -> None:
+    job = Job("aa", on_loss="wait")
+    job.tell(0, "stop", reason="the file STOP", withdrawn="")
+    job.lose_agent(1)
+    job.tick(1.0, heard="0")
+    assert job.coordinator.is_ended
+
+
 def test_a_request_to_stop_of_two_nodes_outlives_the_loss_of_an_agent_of_one() -> None:
     job = Job("abb", on_loss="wait")
     for number in (2, 0):
