@@ -26,13 +26,13 @@ def code_version() -> str:
             digest.update(f"{words} ".encode())
             digest.update(path.read_bytes())
     versions = [f"txl_dist {__version__} (code {digest.hexdigest()[:12]})"]
-    versions += [f"{name} {_version(name)}" for name in _COMPUTING]
+    versions += [f"{name} {installed_version(name) or 'unknown'}" for name in _COMPUTING]
     return ", ".join(versions)
 
 
-def _version(name: str) -> str:
-    """Return the version of a package, or "unknown" for one that is not installed but only on the path."""
+def installed_version(name: str) -> str:
+    """Return the installed version of a package, or an empty string if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return ""

@@ -232,8 +232,8 @@ class Agent:
             variables=place_variables(os.environ),
             partner=[str(self._partner_server.port), self._partner_server.key] if self._partner_server else [],
             silent_s=self._options.silent_s,
-            # Here, because the rank and the spare import their modules as this process does.
-            code=f"{code_version()}{self._options.plugins}",
+            code=code_version(),  # of this process, as which the rank and the spare import their modules
+            plugins=self._options.plugins,
         )
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -369,7 +369,7 @@ class Agent:
         coordinator = Connection(peer)
         hello = {"kind": "hello", "seat": self._seat, "pid": self._pid, "process": process_id()}
         hello |= {"partner": self._seat.partner}
-        job = {"settings_hash": self._options.settings_hash, "code": self._seat.code}
+        job = {"settings_hash": self._options.settings_hash, "code": self._seat.code + self._seat.plugins}
         place = {"host": socket.gethostname(), "node": node_name()}
         coordinator.send({"key": message["key"], "agent": self._number, **hello, **job, **place})
         other, own = (address.removeprefix("::ffff:") for address, *_ in (peer.getpeername(), peer.getsockname()))

@@ -49,7 +49,9 @@ class Seat(NamedTuple):
     silent_s: float = 0.0
     """Value of the setting `recover.silent_s`."""
     code: str = ""
-    """Versions of the code of the job, from `code_version` and `plugins_text`."""
+    """Versions of the code of the job, from `code_version`."""
+    plugins: str = ""
+    """Plugins of the job with their versions, from `plugins_text`."""
 
     def path_of(self, descriptor: int) -> str:
         """Return the path at which other processes of this node open a file of the agent."""

@@ -87,11 +87,12 @@ def serve_replacements() -> None:
 
 def _check_code(seat: Seat) -> None:
     """Check that what this process has imported is the code of the job. Raises ConfigError."""
-    code = f"{code_version()}{plugins_text()}"
-    if code != seat.code:
+    code = code_version() + plugins_text()
+    if code != seat.code + seat.plugins:
         raise ConfigError(
             "the code has changed since the job started, so no new process can replace its ranks: the job runs "
-            f"{seat.code}, and {code} is installed now. Install the versions of the job, or stop and resume it."
+            f"{seat.code}{seat.plugins}, and {code} is installed now. Install the versions of the job, or stop and "
+            "resume it."
         )
 
 

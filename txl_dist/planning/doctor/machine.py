@@ -34,6 +34,7 @@ from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_di
 from txl_dist.train.engine.precision import Bf16Support, bf16_support
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
 from txl_dist.train.preflight import drivers_of_gpus
+from txl_dist.version import installed_version
 
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
@@ -131,7 +132,7 @@ def gather_facts(*, run_dir: Path, data: str = "") -> Facts:
     else:
         shm = None
     drivers = drivers_of_gpus()
-    versions = {name: _version(name) for name in WATCHED}
+    versions = {name: installed_version(name) for name in WATCHED}
     versions = {name: version for name, version in versions.items() if version} | {"txl_dist": __version__}
     if uses_gpu():
         num_devices = torch.cuda.device_count()
@@ -177,14 +178,6 @@ def _broken_launcher_files() -> Iterator[str]:
                 yield str(path)
 
 
-def _version(name: str) -> str:
-    """Return the installed version of a package, or an empty string if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def _unmet() -> Iterator[str]:
     """Yield the requirements of this package that are not met, each followed by the installed version."""
     with suppress(importlib.metadata.PackageNotFoundError):  # run from its source, as in our images
@@ -193,7 +186,7 @@ def _unmet() -> Iterator[str]:
             marker = requirement.marker
             if marker is not None and not marker.evaluate({"extra": ""}):
                 continue
-            version = _version(requirement.name)
+            version = installed_version(requirement.name)
             if not version or not requirement.specifier.contains(version, prereleases=True):
                 yield f"{requirement.name}{requirement.specifier} (is {version or 'not installed'})"
 

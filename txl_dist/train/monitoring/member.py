@@ -206,8 +206,8 @@ class Member:
 
     @property
     def code(self) -> str:
-        """Versions of the code when the agent started, without plugins, which the ranks compare by themselves."""
-        return self._seat.code.partition(", plugin ")[0]
+        """Versions of the code when the agent started."""
+        return self._seat.code
 
     @property
     def agent_pid(self) -> int:
