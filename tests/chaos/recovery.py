@@ -33,7 +33,8 @@ from tests.chaos.strikes import (
     thawed,
 )
 from tests.helpers import forked
-from txl_dist.artifacts import list_checkpoints, step_of
+from txl_dist.artifacts import SETTINGS, list_checkpoints, step_of
+from txl_dist.config.load import load_config
 from txl_dist.distributed.recovery.slot_file import HEAD_BYTES
 from txl_dist.distributed.rendezvous import free_port
 from txl_dist.errors import ConfigError
@@ -72,6 +73,7 @@ IN_PROGRESS = {
     "sample, on another rank": ("kill:1:10:sampled", *SAMPLES),
     "save beside later steps": ("slow:1:12:save-file,kill:0:13:decided",),
     "save beside later steps, by its writer": ("slow:0:12:save-file,kill:1:13:updated",),
+    "save begun some steps before": ("slow:1:12:save-file,kill:0:15:decided",),
     "save at the end": ("kill:1:24:save-file-half",),
     "save that blocks": ("kill:1:12:save-file-half", "--checkpoint.asynchronous", "False"),
     "save of the best": ("kill:0:10:save-begin", *KEEP_BEST),
@@ -137,6 +139,10 @@ def replaced(
     saved = [record["step"] for record in run.records("event") if record["event"] == "saved"]
     if KEEP_BEST[-2] in settings and STRUCK_AT not in saved:  # it was the best when the rank was lost
         case.problems.append(f"the best checkpoint is not among {saved}")
+    save_every = load_config(run.dir / SETTINGS).checkpoint.every_steps
+    for due in range(save_every, run.highest_step + 1, save_every):
+        if not any(due <= step < due + save_every for step in saved):  # a save that the loss dropped is made again
+            case.problems.append(f"the save of step {due} is not among {saved}")
     copy_every = int(RARELY[1]) if RARELY[0] in settings else 1
     lost = judge_events(case, run, copy_every=copy_every, most=1 if _is_stored_everywhere(deadly) else None)
     found = [event for event in run.records("event") if event.get("restored_from") == "copies"]

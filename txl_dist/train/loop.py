@@ -209,8 +209,9 @@ class TrainingRun:
             if self.start.lacks_saved:
                 self.saving.report_newest()
             is_recovered = self.start.is_inside_phase
-            if is_recovered and (self.saving.is_due(state.step) or self._is_best_to_keep(state.step)):
-                self.saving.begin(state)  # the loss may have interrupted this save
+            lacks_save = self.saving.is_lacking(state.step, since=began_in(self._began)[0])
+            if is_recovered and (lacks_save or self._is_best_to_keep(state.step)):
+                self.saving.begin(state)  # the loss has dropped this save
             is_unseen = self.observer.should_evaluate(state.step) and state.step not in self.evaluated
             if is_recovered or (state.step and is_unseen):
                 # An earlier process may have ended before this evaluation or sample did.
@@ -489,7 +490,7 @@ class TrainingRun:
         first_bad = state.step - state.health.spikes_in_row + 1
         target = find_rewind(self.context, state, first_bad=first_bad, began=began_in(self._began))
         if target is None:
-            warn_for_all("no rewind: the run has no checkpoint from before the spike at step %d", first_bad)
+            warn_for_all("no rewind: this phase has no checkpoint from before the spike at step %d", first_bad)
             return None
         saved, stream = target
         run_on_rank0(lambda: quarantine(self.context.run_dir, after_step=saved.step, word="rewound"))

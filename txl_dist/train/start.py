@@ -352,7 +352,7 @@ def _begin(
     context = stage.context
     config = context.config
     if stored is None:
-        start = run_on_rank0(lambda: _check_run(stage, choice))
+        start = run_on_rank0(lambda: _check_run(stage, choice, is_again=recovery.is_again))
     else:
         start = run_on_rank0(lambda: _restart(context, step=stored.step, stream=stored.stream))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
@@ -434,10 +434,11 @@ def _check_fits(plan: RunPlan, *, makes_copies: bool) -> None:
         )
 
 
-def _check_run(stage: Stage, choice: Choice) -> Start:
+def _check_run(stage: Stage, choice: Choice, *, is_again: bool) -> Start:
     """Check shards, tokenizer and the chosen checkpoint, on rank 0. Nothing is written.
 
-    Returns the result of the checks, which says how training starts. Raises TxlError if the run cannot start.
+    `is_again` says that the job returns to a checkpoint after the loss of a rank. Returns the result of the checks,
+    which says how training starts. Raises TxlError if the run cannot start.
     """
     context = stage.context
     saved = choice.saved
@@ -458,9 +459,10 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
     end = stream.advanced((last_step - step) * step_len)
     warnings += warnings_on_repetition(corpora.train, end, step_len=step_len, last_step=last_step)
     warnings += stage.warnings.size + stage.warnings.settings
-    evaluated = read_run_history(context.run_dir, up_to=step, kind=corpora.first_kind).evaluated
+    history = read_run_history(context.run_dir, up_to=step, kind=corpora.first_kind)
     newest = saved.folder if saved else None
-    return Start(step, stream, tokenizer_json, evaluated, warnings, newest=newest, saved=saved)
+    is_ended = is_again and step in history.ended
+    return Start(step, stream, tokenizer_json, history.evaluated, warnings, newest, is_ended=is_ended, saved=saved)
 
 
 def _restart(context: RunContext, *, step: int, stream: StreamState) -> Start:

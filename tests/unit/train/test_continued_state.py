@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 
 from txl_dist.artifacts import checkpoint_folder
+from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.errors import CheckpointError
 from txl_dist.train import start
 from txl_dist.train.checkpoint.read import Choice
 from txl_dist.train.checkpoint.recovery import Recovery
+from txl_dist.train.checkpoint.rewind import began_text
 from txl_dist.train.loop import TrainingRun
 from txl_dist.train.run_plan import RunPlan
 
@@ -135,8 +137,9 @@ def test_a_recovery_after_the_last_step_of_a_phase_is_reported_before_the_phase_
     run.recovery = Recovery()
     run.recovery.mark_step = lambda step, *, continued_from: {"why": "SIGKILL"}
     run.saving = SimpleNamespace(
-        is_due=lambda step: False, finish_last=nothing, finish_mirror=nothing, abandon=lambda: None
+        is_lacking=lambda step, since: False, finish_last=nothing, finish_mirror=nothing, abandon=lambda: None
     )
+    run._began = began_text(0, StreamState(0, ()))
     run.observer = SimpleNamespace(should_evaluate=lambda step: False)
     run.evaluated, run.engine = {}, None
     run.stopped, run.last_step, run.max_steps = False, 12, max_steps

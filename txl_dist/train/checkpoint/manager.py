@@ -119,6 +119,14 @@ class CheckpointManager:
         every = self._context.config.checkpoint.every_steps
         return step == self.retry_at or (every > 0 and step % every == 0)
 
+    def is_lacking(self, step: int, *, since: int) -> bool:
+        """Return whether a save is due after this step, or was due after an earlier step, later than `since`, and is
+        neither on the disk nor planned again. The loss of a rank has dropped that save."""
+        every = self._context.config.checkpoint.every_steps
+        last_due = step - step % every if every > 0 else 0
+        is_dropped = last_due > since and not self._has(last_due) and not self.retry_at
+        return is_dropped or self.is_due(step)
+
     @property
     def is_late(self) -> bool:
         """Whether the time `checkpoint.every_minutes` has passed since the last save began.
@@ -233,17 +241,11 @@ class CheckpointManager:
         already ends the run (`stopped`), only a second request ends the waiting. Raises CheckpointError on every rank
         if the state cannot be saved, or if the run directory no longer exists.
         """
-        if stopped:
-            self._obeyed_stops = None
-        else:
-            self._obeyed_stops = 0
+        self._obeyed_stops = None if stopped else 0
         is_saved = self._save(state)
         is_asked = False
         # These requests have led here, or the launcher has repeated them; only further ones count.
-        if stopped:
-            self._obeyed_stops = self._watch.stops.count
-        else:
-            self._obeyed_stops = 0
+        self._obeyed_stops = self._watch.stops.count if stopped else 0
         for number, delay_s in enumerate(_retry_delays(patience_s)):
             if is_saved or is_asked:
                 break
@@ -255,10 +257,7 @@ class CheckpointManager:
             self._wait_for_removal()
             return
         reasons = dict.fromkeys(reason for reason in gather_objects(self._watch.stops.reason) if reason)
-        if is_asked:
-            when = f"before {', '.join(reasons)} ended the attempts"
-        else:
-            when = f"in {patience_s:g} s"
+        when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
         if self._context.ranks.is_rank0:
             with suppress(OSError):
                 self._watch.stops.clear()  # the request was obeyed

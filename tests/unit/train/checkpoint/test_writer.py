@@ -438,6 +438,23 @@ def test_a_failed_save_is_repeated_after_a_loss_too(
     assert [step for step in range(101, 120) if second.is_due(step)] == [110]
 
 
+def test_a_save_that_a_loss_has_dropped_is_lacking_until_it_is_made_or_planned_again(
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = saving(parts(alone, tmp_path, every_steps=100), monkeypatch)
+    assert [step for step in (99, 100, 104, 199) if one.is_lacking(step, since=0)] == [100, 104, 199]
+    assert not one.is_lacking(104, since=100), "the process has begun there"
+    one.set_newest(tmp_path / "step_000000100")
+    assert [step for step in (104, 199, 200, 201) if one.is_lacking(step, since=0)] == [200, 201]
+    one.retry_at = 210
+    assert [step for step in (201, 209, 210) if one.is_lacking(step, since=0)] == [210]
+
+
+def test_without_steps_no_save_is_lacking(alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = saving(parts(alone, tmp_path, every_steps=0, every_minutes=1.0), monkeypatch)
+    assert not one.is_lacking(100, since=0)
+
+
 def test_without_minutes_the_clock_never_asks_for_a_checkpoint(
     alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
