@@ -444,7 +444,8 @@ class Agent:
             self._signal(signal.SIGTERM)
         elif kind == "end":
             if self._is_idle and not self._is_welcome:
-                say(f"agent {self._number} on {socket.gethostname()} cannot join the job: {message['reason']}")
+                reason = message["reason"] or "the run is done"
+                say(f"agent {self._number} on {socket.gethostname()} cannot join the job: {reason}")
             self._end(message)
 
     def _rejoin(self) -> bool:

@@ -73,7 +73,7 @@ class MessageError(ValueError):
 
 
 class RefusedError(MessageError):
-    """Greeting of an agent whose settings are not those of the job."""
+    """Greeting of an agent whose settings or code are not those of the job."""
 
 
 class Outgoing(NamedTuple):
@@ -169,7 +169,6 @@ class Coordinator:
         """Processes of silent agents on the coordinator's node that count as lost. The caller kills them at its end,
         because a launcher would wait for a stopped agent forever."""
         self.generation = 1
-        self.is_ended = False
         self._world_size = world_size
         self._silent_s = silent_s
         self._max_in_row = max_in_row
@@ -195,6 +194,11 @@ class Coordinator:
         self._ending: Message | None = None
         """Message that has ended the job, for agents that come later."""
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether the job has ended: the run is done, or the job cannot continue."""
+        return self._ending is not None
+
     def take_messages(self) -> list[Outgoing]:
         """Return the messages to deliver since the last call.
 
@@ -209,7 +213,7 @@ class Coordinator:
 
     def receive(self, number: int, message: Message, now_s: float) -> None:
         """Act on a message of an agent. Raises MessageError for a message that cannot be used, which changes nothing:
-        RefusedError for the greeting of an agent with other settings.
+        RefusedError for the greeting of an agent with other settings or other code.
 
         Any other error is a fault of the coordinator itself.
         """
@@ -305,7 +309,6 @@ class Coordinator:
     def end(self, reason: str) -> None:
         """End the job, and print the reason."""
         if not self.is_ended:
-            self.is_ended = True
             self.lines.append(f"the job ends: {reason}. The same command continues from the last checkpoint")
             self._ending = {"kind": "end", "code": HANG, "reason": reason}
             self._send_to_all(self._ending)
@@ -662,7 +665,6 @@ class Coordinator:
 
     def _finish(self) -> None:
         """Note that the run is done, and let the agents without a rank end."""
-        self.is_ended = True
         self._ending = {"kind": "end", "code": 0, "reason": ""}
         for number, agent in self._agents.items():
             if agent.rank < 0:
@@ -671,7 +673,6 @@ class Coordinator:
     def _fail(self, number: int, *, code: int, reason: str) -> None:
         """End the job with the exit code of a rank that has failed by itself. That rank prints its error."""
         if not self.is_ended:
-            self.is_ended = True
             agent = self._agents[number]
             reason = f"rank {agent.rank} on {agent.host} failed: {reason}"
             self._ending = {"kind": "end", "code": code, "reason": reason}

@@ -467,8 +467,9 @@ class StateSlots:
         for values, table, _ in contents:
             parts.append((values, [_Piece(*piece) for piece in table["pieces"]]))
         facts = dict(contents[0][2])
-        first, last = (begin * len(contents) // len(memories), (end - 1) * len(contents) // len(memories))
-        facts["carried"] = _joined([content[2]["carried"] for content in contents[first : last + 1]])
+        num_before = len(memories) // len(contents)  # memories of each earlier rank
+        carried = [content[2]["carried"] for content in contents[begin // num_before : (end - 1) // num_before + 1]]
+        facts["carried"] = _joined(carried, counts_first=begin % num_before == 0)
         stream = StreamState.from_dict(facts["stream"])
         return StoredState(facts["step"], stream, facts, SlotSource(parts, counts), tuple(memories[begin:end]))
 
@@ -553,13 +554,18 @@ class SlotSource(Source):
         return self._counts[parameter]
 
 
-def _joined(carried: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _joined(carried: Sequence[dict[str, Any]], *, counts_first: bool) -> dict[str, Any]:
     """Return the carried values of a rank that takes over the lanes of these ranks: their damaged documents together,
-    and the other values of the first one."""
+    and the other values of the first one.
+
+    `counts_first` says whether the number of the first rank's documents counts. Otherwise another rank has it, which
+    takes over the first lanes of that rank.
+    """
     joined = dict(carried[0])
     if "skipped" in joined:
         numbers, documents = zip(*(values["skipped"] for values in carried), strict=True)
-        joined["skipped"] = [sum(numbers), list(itertools.chain.from_iterable(documents))]
+        counted = numbers if counts_first else numbers[1:]
+        joined["skipped"] = [sum(counted), list(itertools.chain.from_iterable(documents))]
     return joined
 
 

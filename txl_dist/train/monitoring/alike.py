@@ -43,10 +43,12 @@ def check_ranks_alike(sections: Mapping[str, Mapping[str, Any]], *, code: str) -
     `sections` are all settings as `Config.model_dump(mode="json")` returns them. `code` is the result of `code_version`
     when this process, or its agent, started. All ranks call it together. Raises ConfigError on all ranks.
     """
-    gathered = gather_objects((loaded_plugins(), hash_of_job(sections), code))
-    problem = plugin_problem([plugins for plugins, *_ in gathered]) or code_problem([code for _, _, code in gathered])
-    if not problem and len({settings_hash for _, settings_hash, _ in gathered}) > 1:
-        problem = settings_problem(gather_objects(settings_of_job(sections)))
+    problem = code_problem(gather_objects(code))  # first: other code may exchange other values
+    if not problem:
+        gathered = gather_objects((loaded_plugins(), hash_of_job(sections)))
+        problem = plugin_problem([plugins for plugins, _ in gathered])
+        if not problem and len({settings_hash for _, settings_hash in gathered}) > 1:
+            problem = settings_problem(gather_objects(settings_of_job(sections)))
     if problem:
         raise raised_everywhere(ConfigError(problem))
 

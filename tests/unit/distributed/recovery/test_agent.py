@@ -327,33 +327,42 @@ def test_a_rank_whose_agent_was_refused_by_an_address_of_an_earlier_job_is_not_k
         assert subprocess.run(words, env=os.environ | place, timeout=60, check=False).returncode == 0
 
 
-def test_an_agent_with_other_settings_cannot_join_a_running_job_and_says_so(tmp_path: Path) -> None:
-    server = CoordinatorServer(Coordinator(2, silent_s=60.0, max_in_row=3, on_loss="wait"), unreachable_s=600.0)
+def join_late(folder: Path, *, settings_hash: str, is_done: bool = False) -> subprocess.CompletedProcess[str]:
+    """Start agent 1 beside the job of agent 0, which runs or is done. Return the ended process.
+
+    The settings of the job have the hash "job".
+    """
+    server = CoordinatorServer(Coordinator(1, silent_s=60.0, max_in_row=3, on_loss="wait"), unreachable_s=600.0)
     first = Connection(socket.create_connection(("127.0.0.1", server.port)))
-    place = {
-        "host": "a",
-        "node": "a",
-        "seat": [],
-        "pid": 1,
-        "process": [],
-        "partner": [],
-        "settings_hash": "those of the job",
-        "code": code_version(),
-    }
-    first.send({"kind": "hello", "key": server.key, "agent": 0, **place})
-    publish_job(tmp_path, JobAddress("127.0.0.1", server.port, server.key))
-    agent = tmp_path / "agent.py"
+    place = {"host": "a", "node": "a", "seat": [], "pid": 1, "process": [], "partner": []}
+    alike = {"settings_hash": "job", "code": code_version()}
+    first.send({"kind": "hello", "key": server.key, "agent": 0, **place, **alike})
+    if is_done:
+        first.send({"kind": "left", "key": server.key, "agent": 0, "code": 0})
+    publish_job(folder, JobAddress("127.0.0.1", server.port, server.key))
+    agent = folder / "agent.py"
     agent.write_text(AGENT, encoding="utf-8")
-    variables = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "FOLDER": str(tmp_path), "SETTINGS": "others"}
+    variables = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "FOLDER": str(folder), "SETTINGS": settings_hash}
     words = [sys.executable, str(agent), "no rank is started", "3", "wait"]
     done = subprocess.run(words, env=os.environ | variables, timeout=60, capture_output=True, text=True, check=False)
+    first.peer.close()
+    server.close(grace_s=60.0)
+    return done
+
+
+def test_an_agent_with_other_settings_cannot_join_a_running_job_and_says_so(tmp_path: Path) -> None:
+    done = join_late(tmp_path, settings_hash="others")
     assert done.returncode == 2
     assert done.stderr.count("cannot join the job") == 1
     assert (
         f"agent 1 on {socket.gethostname()} cannot join the job: its settings are not those of the job" in done.stderr
     )
-    first.peer.close()
-    server.close(grace_s=60.0)
+
+
+def test_an_agent_that_comes_after_the_run_ends_well_and_says_why(tmp_path: Path) -> None:
+    done = join_late(tmp_path, settings_hash="job", is_done=True)
+    assert done.returncode == 0
+    assert f"agent 1 on {socket.gethostname()} cannot join the job: the run is done" in done.stderr
 
 
 def refuse(listener: socket.socket) -> None:

@@ -274,6 +274,21 @@ def test_fewer_ranks_continue_the_damaged_documents_of_the_ranks_whose_lanes_the
     ]
 
 
+def test_the_documents_of_a_rank_whose_lanes_are_divided_count_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 3)
+    for rank, slots in enumerate(ranks.slots):
+        carried = {"skipped": [10**rank, [[f"shard {rank}", 7]]]}
+        slots.store(state_of(1, rank), engine_of(1, start=4 * rank, length=4), carried)
+        slots.wait()
+    ranks.begin(2)
+    assert [one.facts["carried"]["skipped"] for one in ranks.newest_of_all()] == [
+        [11, [["shard 0", 7], ["shard 1", 7]]],
+        [100, [["shard 1", 7], ["shard 2", 7]]],
+    ]
+
+
 def test_after_a_shrink_the_old_version_is_valid_until_all_new_ranks_have_stored_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
