@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ from txl_dist.distributed.collectives import RankInfo
 from txl_dist.distributed.processes import process_id
 from txl_dist.distributed.recovery.seat import NODE
 from txl_dist.distributed.rendezvous import free_port
-from txl_dist.errors import ConfigError
-from txl_dist.train.checkpoint.mirror.mirror import open_mirror
+from txl_dist.errors import ConfigError, UnreachableError
+from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirror_of, open_mirror
 from txl_dist.train.checkpoint.mirror.ownership import claim_id, write_local_id
 
 pytestmark = pytest.mark.dist
@@ -150,6 +151,39 @@ def test_a_mirror_that_a_node_refuses_is_left_without_a_lock(tmp_path: Path) -> 
     errors = run_ranks(open_with_a_foreign_folder, tmp_path, world_size=2, folder=tmp_path / "ranks")
     assert all("is the mirror of run a, and" in error for error in errors)
     assert list(bucket.sizes()) == ["RUN.json"]
+
+
+def begin_with_a_store_that_refuses(ranks: RankInfo, folder: Path) -> tuple[str, bool, Mirror | None]:
+    """Open a mirror that then refuses everything: begin it in a new job and after a loss, and open it after a loss.
+
+    Returns the error of the new job, whether this rank has something to upload after the loss, and the second mirror.
+    """
+    config = config_from_dict(
+        {"run": {"dir": str(folder / "run")}, "checkpoint": {"mirror": f"file://{folder}/bucket"}}, source="test"
+    )
+    watch: Any = SimpleNamespace(lock=None, nonce="new")
+    mirror = open_mirror(config, ranks, watch, resume="auto")
+
+    def refuse(*arguments: object) -> None:
+        raise UnreachableError("the store refuses.")
+
+    Bucket.upload = refuse  # type: ignore[method-assign]
+    with pytest.raises(ConfigError) as caught:
+        mirror.begin(None, losses={}, is_again=False)
+    mirror.begin(None, losses={}, is_again=True)
+    is_idle = mirror.is_idle
+    mirror.close()
+    Bucket.read = refuse  # type: ignore[method-assign]
+    second = mirror_of(config, ranks, watch, resume="auto", is_again=True)
+    return str(caught.value), is_idle, second
+
+
+def test_a_job_that_has_lost_a_rank_continues_without_a_mirror_that_refuses(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "run").mkdir()
+    seen = run_ranks(begin_with_a_store_that_refuses, tmp_path, world_size=2, folder=tmp_path / "ranks")
+    remedy = "the store refuses. To train without a mirror, remove checkpoint.mirror."
+    assert seen == [(remedy, True, None)] * 2
 
 
 def kill_after(job: Job, run: Run, *, delay_s: float, rank: int) -> bool:

@@ -41,7 +41,7 @@ from txl_dist.errors import (
 from txl_dist.io.files import atomic_replace
 from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
-from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirrored_precision, open_mirror
+from txl_dist.train.checkpoint.mirror.mirror import Mirror, mirror_of, mirrored_precision
 from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
 from txl_dist.train.checkpoint.recovery import Recovery, recovery_of
 from txl_dist.train.checkpoint.slots import StoredState
@@ -219,11 +219,13 @@ def _train(
     stack.callback(_remove_if_empty, run_dir)
     lock = run_on_all_ranks(lambda: lock_run(run_dir, stack, member) if ranks.is_rank0 else None)
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
-    if member is not None and member.generation > 1:
-        nonce += f"g{member.generation}"  # a folder of an older generation is never taken for one of this generation
+    generation = 1 if member is None else member.generation
+    is_again = generation > 1
+    if is_again:
+        nonce += f"g{generation}"  # a folder of an older generation is never taken for one of this generation
     if config.checkpoint.mirror:
         watch = Watch(stops, watchdog, lock, nonce, _own_disk(config, ranks, nonce=nonce))
-        mirror = _mirror_of(config, ranks, watch, member, resume=resume)
+        mirror = mirror_of(config, ranks, watch, resume=resume, is_again=is_again)
     else:
         prove_shared(run_dir, nonce=nonce, ranks=ranks)
         watch = Watch(stops, watchdog, lock, nonce)
@@ -326,21 +328,6 @@ def _own_disk(config: Config, ranks: RankInfo, *, nonce: str) -> tuple[int, ...]
     return tuple(rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank])
 
 
-def _mirror_of(config: Config, ranks: RankInfo, watch: Watch, member: Member | None, *, resume: str) -> Mirror | None:
-    """Open the mirror of the run. All ranks call it together.
-
-    A job that has lost a rank continues without a mirror that cannot be reached. Otherwise such a mirror raises
-    ConfigError on all ranks.
-    """
-    try:
-        return open_mirror(config, ranks, watch, resume=resume)
-    except TxlError as error:
-        if member is None or member.generation == 1:
-            raise
-        warn_for_all("mirror: %s Training continues without uploads until the next start", error)
-        return None
-
-
 def _begin(
     plan: RunPlan, watch: Watch, recovery: Recovery, mirror: Mirror | None, *, resume: str, is_start: bool
 ) -> tuple[RunContext, Start, Engine]:
@@ -365,7 +352,7 @@ def _begin(
     if watch.own_disk and watch.leads_disk(plan.ranks.rank) and not plan.ranks.is_rank0:
         tidy_checkpoints(plan.run_dir, newest=start.newest)
     if mirror is not None and is_start:
-        mirror.begin(start.newest, losses=start.evaluated)
+        mirror.begin(start.newest, losses=start.evaluated, is_again=recovery.is_again)
     watch.watchdog.write_stacks_to(plan.run_dir / STACKS)
     last_step = context.steps.stop
     end = start.stream.advanced((last_step - start.step) * config.train.step_len)

@@ -15,6 +15,7 @@ from pathlib import Path
 from txl_dist.artifacts import CHECKPOINTS, SETTINGS, is_url, list_checkpoints, step_of
 from txl_dist.config.load import Config, load_config
 from txl_dist.config.schema import Precision
+from txl_dist.console.logging import warn_for_all
 from txl_dist.data.storage.bucket import Bucket, read_if_present
 from txl_dist.data.storage.bucket_lock import BucketLock
 from txl_dist.distributed.collectives import RankInfo, gather_objects, run_on_all_ranks, run_on_rank0
@@ -135,17 +136,24 @@ class Mirror:
                 examined = bring_newest(place)
         return choose_together(self._run_dir, resume, ranks=self._ranks, examined=examined)
 
-    def begin(self, newest: Path | None, *, losses: Mapping[int, float]) -> None:
+    def begin(self, newest: Path | None, *, losses: Mapping[int, float], is_again: bool) -> None:
         """Make the mirror the mirror of this run, after all checks of the start. All ranks call it together.
 
         `newest` is the checkpoint that the run resumes, or None. It is uploaded if the mirror lacks it. Later ones in
         the mirror become invalid. `losses` are those of `save`. Raises ConfigError on all ranks if the mirror cannot be
-        written.
+        written. A job that has lost a rank (`is_again`) continues without uploads instead.
         """
-        with _refused():
-            run_on_rank0(self._claim)
-            mirror_id = run_on_rank0(lambda: read_mirror_id(self._bucket) if self._bucket else "")
-            run_on_all_ranks(lambda: self._keep_id(mirror_id))
+        try:
+            with _refused():
+                run_on_rank0(self._claim)
+                mirror_id = run_on_rank0(lambda: read_mirror_id(self._bucket) if self._bucket else "")
+                run_on_all_ranks(lambda: self._keep_id(mirror_id))
+        except TxlError as error:
+            _continue_without(error, is_again=is_again)
+            if self._uploader is not None:
+                self._uploader.close()
+                self._uploader = None
+            return
         if newest is None or newest.parent != self._run_dir / CHECKPOINTS:
             return
         self.forget(step_of(newest))
@@ -194,6 +202,23 @@ class Mirror:
         start_s = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start_s
+
+
+def mirror_of(config: Config, ranks: RankInfo, watch: Watch, *, resume: str, is_again: bool) -> Mirror | None:
+    """Open the mirror of a run as `open_mirror` does. A job that has lost a rank (`is_again`) continues without a
+    mirror that cannot be opened, and gets None."""
+    try:
+        return open_mirror(config, ranks, watch, resume=resume)
+    except TxlError as error:
+        _continue_without(error, is_again=is_again)
+        return None
+
+
+def _continue_without(error: TxlError, *, is_again: bool) -> None:
+    """Log that the job continues without its mirror, or raise the error if the job has lost no rank before."""
+    if not is_again:
+        raise error
+    warn_for_all("mirror: %s Training continues without uploads until the next start", error)
 
 
 def open_mirror(config: Config, ranks: RankInfo, watch: Watch, *, resume: str) -> Mirror:
