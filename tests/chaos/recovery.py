@@ -66,6 +66,9 @@ XLNET = (
 STORMY = ("--engine.precision", "bf16", "--optim.name", "muon", "--optim.ema_decay", "0.9")
 LAUNCHERS = ("txl launch", "deepspeed", "torchrun")
 KEEP_BEST = ("--eval.every_steps", "5", "--checkpoint.keep_best", "True")
+EVALUATED = ("--eval.every_steps", "5")
+DEADLY_EVALUATION = "kill:1:10:evaluate@*"
+"""The evaluation of step 10 always kills a rank. With rare copies the ranks finish this step again before it."""
 IN_PROGRESS = {
     "validation": ("kill:0:12:evaluate#3", "--eval.every_steps", "6"),
     "validation with averaged weights": ("kill:1:12:evaluate", *EMA),
@@ -526,6 +529,7 @@ def recovery(lab: Lab) -> Iterator[Trial]:
         yield partial(node_lost, lab, stage=stage, per_node=1 + stage % 2)
     yield partial(ended, lab, f"kill:1:{STRUCK_AT}:step@*", reason="The same happened before at this step")
     yield partial(ended, lab, "kill:1:11:step@*", *RARELY, reason="The same happened before at this step")
+    yield partial(ended, lab, DEADLY_EVALUATION, *EVALUATED, *RARELY, reason="The same happened before at this step")
     yield partial(ended, lab, "kill:1:0:build#2@*", *PHASES, reason="The same happened before at this step")
     for kind in FREEZES:
         limits = () if kind == "stop" else ("--engine.timeout_s", "5", "--engine.start_timeout_s", "15")

@@ -156,7 +156,7 @@ def test_a_mirror_that_a_node_refuses_is_left_without_a_lock(tmp_path: Path) -> 
 def begin_with_a_store_that_refuses(ranks: RankInfo, folder: Path) -> tuple[str, bool, Mirror | None]:
     """Open a mirror that then refuses everything: begin it in a new job and after a loss, and open it after a loss.
 
-    Returns the error of the new job, whether this rank has something to upload after the loss, and the second mirror.
+    Returns the error of the new job, whether the mirror is given up after the loss, and the second mirror.
     """
     config = config_from_dict(
         {"run": {"dir": str(folder / "run")}, "checkpoint": {"mirror": f"file://{folder}/bucket"}}, source="test"
@@ -171,11 +171,11 @@ def begin_with_a_store_that_refuses(ranks: RankInfo, folder: Path) -> tuple[str,
     with pytest.raises(ConfigError) as caught:
         mirror.begin(None, losses={}, is_again=False)
     mirror.begin(None, losses={}, is_again=True)
-    is_idle = mirror.is_idle
+    is_given_up = mirror.is_given_up
     mirror.close()
     Bucket.read = refuse  # type: ignore[method-assign]
     second = mirror_of(config, ranks, watch, resume="auto", is_again=True)
-    return str(caught.value), is_idle, second
+    return str(caught.value), is_given_up, second
 
 
 def test_a_job_that_has_lost_a_rank_continues_without_a_mirror_that_refuses(tmp_path: Path) -> None:

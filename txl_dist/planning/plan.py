@@ -28,7 +28,7 @@ from txl_dist.planning import scaling
 from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.planning.recovery_cost import FAILURES_PER_GPU_HOUR, RecoveryCost, recovery_cost
 from txl_dist.planning.scaling import Point
-from txl_dist.planning.timing import AttentionKind, StepTime, Work, step_time
+from txl_dist.planning.timing import NETWORK_SHARE, AttentionKind, StepTime, Work, step_time
 from txl_dist.train.footprint.checkpoint import checkpoint_size
 from txl_dist.train.footprint.rank import bytes_per_rank, updates_by_kernel
 from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
@@ -579,7 +579,7 @@ class _Planner:
             step_s=option.step.total_s,
             overlap_s=option.step.total_s - option.step.optimizer,
             copy_gb_s=COPY_GB_S,
-            network_gb_s=cluster.network_gb_s,
+            network_gb_s=cluster.network_gb_s * NETWORK_SHARE,
             copy_every=self.given.recover.copy_every,
             partner_every=self.given.recover.partner_every,
             wait_s=self._saving_wait_s(saved.total),

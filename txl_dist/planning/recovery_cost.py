@@ -6,8 +6,10 @@ that training waits for a checkpoint, and r seconds of a restart:
 
     version of a rank    v = P / W + M / W. At ZeRO stage 0 the ranks of a node divide the state: v = P / g + M / W
     host memory per node g v (own slots + 2), where own slots are 2, or 3 if k > 1. On one node g v 2
-    copy to the host     c = v / bandwidth of the PCIe link that each GPU has
-    copy to the partner  p = g v / network bandwidth of a node
+    hash of a version    h = v / HASH_GB_S
+    copy to the host     c = v / bandwidth of the PCIe link that each GPU has, + h
+    copy to the partner  p = g v / network bandwidth of a node, or v / STREAM_GB_S if that is longer, + h: the receiver
+                         hashes the version before it acknowledges it
     share of a step      (c + p / k) / (n s), most of which overlaps with the next forward and backward pass
     a version waits      max(0, c - b), and each k-th one max(0, c + p - b), where b is the time of these passes
     steps made again     the one in flight, half of it on average. With a lost node, (n k - 1) / 2 finished ones more
@@ -33,6 +35,11 @@ FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
 RECOVER_S = 20.0
 """Seconds from a failure to the repeated step: the silence limit of 6 s, new process groups, engine and state. The
 value is a guess, because recovery has not run on GPUs."""
+HASH_GB_S = 20.0
+"""Rate in GB/s at which a thread hashes a version in host memory, while other ranks use the memory too. A guess."""
+STREAM_GB_S = 2.6
+"""Rate in GB/s of one TCP stream, which carries the copies of a rank. Measured within one machine, with
+acknowledgements."""
 SPARE_BYTES = 400e6
 """Host memory in bytes of a spare, which is one process per node with all modules that a rank imports."""
 REFERENCE_GPUS = 1000
@@ -67,9 +74,10 @@ class RecoveryCost:
     host_gib: float
     """Host memory per node in GiB for all versions that its agents hold."""
     copy_s: float
-    """Seconds of the copy of a version from the GPU into host memory."""
+    """Seconds of the copy of a version from the GPU into host memory, and of its hash."""
     partner_s: float
-    """Seconds of the copies of all ranks of a node to the next node. 0 without partner copies."""
+    """Seconds of the copies of all ranks of a node to the next node, with their hash there. 0 without partner
+    copies."""
     step_pct: float
     """Time of the copies in percent of a step. Most of it overlaps with the step."""
     wait_pct: float
@@ -114,11 +122,11 @@ def recovery_cost(
         ranks_per_node=gpus_per_node,
         is_sharded=is_sharded,
     )
+    hash_s = size / (HASH_GB_S * 1e9)
+    copy_s = size / (copy_gb_s * 1e9) + hash_s
+    partner_s = 0.0
     if has_partner:
-        partner_s = local_gpus * size / (network_gb_s * 1e9)
-    else:
-        partner_s = 0.0
-    copy_s = size / (copy_gb_s * 1e9)
+        partner_s = max(local_gpus * size / (network_gb_s * 1e9), size / (STREAM_GB_S * 1e9)) + hash_s
     long_waits = max(0.0, copy_s + partner_s - overlap_s)
     short_waits = max(0.0, copy_s - overlap_s) * (partner_every - 1)
     partner_steps = copy_every * partner_every

@@ -249,7 +249,7 @@ def _recovery(cost: RecoveryCost) -> Iterator[str]:
         f"recovery inside the job (recover.spares; CPUs only so far): {version} per GPU and version, "
         f"{host} of host memory per node"
     )
-    copies = f"  copies: {1e3 * cost.copy_s:.2f} ms over PCIe every {_steps(cost.copy_every)}"
+    copies = f"  copies: {1e3 * cost.copy_s:.2f} ms into host memory every {_steps(cost.copy_every)}"
     if cost.has_partner:
         copies += f", {1e3 * cost.partner_s:.2f} ms to the next node every {_steps(cost.partner_steps)}"
     yield f"{copies}: {cost.step_pct:.0f}% of a step, of which it waits for {cost.wait_pct:.0f}%"

@@ -487,6 +487,7 @@ class TrainingRun:
         Returns the state to continue from, or None if there is no such checkpoint.
         """
         self.saving.finish(state.step)
+        self.watch.beat("rewind")
         first_bad = state.step - state.health.spikes_in_row + 1
         target = find_rewind(self.context, state, first_bad=first_bad, began=began_in(self._began))
         if target is None:

@@ -213,14 +213,13 @@ def _train(
     plan = run_on_all_ranks(lambda: plan_run(config, ranks, precision=precision))
     check_corpora_alike(plan.stages[0].context.corpora)  # all phases read the same ones
     run_on_rank0(lambda: check_run_dir(run_dir, config))
-    if config.engine.check_memory:
-        makes_copies = member is not None and member.generation == 1
-        run_on_rank0(lambda: _check_fits(plan, makes_copies=makes_copies))
+    generation = 1 if member is None else member.generation
+    is_again = generation > 1
+    if config.engine.check_memory and not is_again:  # later the copies have their memory
+        run_on_rank0(lambda: _check_fits(plan, makes_copies=member is not None))
     stack.callback(_remove_if_empty, run_dir)
     lock = run_on_all_ranks(lambda: lock_run(run_dir, stack, member) if ranks.is_rank0 else None)
     nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
-    generation = 1 if member is None else member.generation
-    is_again = generation > 1
     if is_again:
         nonce += f"g{generation}"  # a folder of an older generation is never taken for one of this generation
     if config.checkpoint.mirror:
@@ -294,7 +293,8 @@ def _closing(engine: Engine, ranks: RankInfo, member: Member | None) -> Iterator
     try:
         yield
     except Exception as error:
-        is_free = ranks.device.type == "cpu" or isinstance(error, TxlError)
+        is_own = isinstance(error, TxlError) and not isinstance(error, LostRankError)
+        is_free = ranks.device.type == "cpu" or is_own
         if not is_free and member is not None:
             member.cut()
             is_free = True

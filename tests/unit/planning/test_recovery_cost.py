@@ -46,8 +46,12 @@ def test_a_node_holds_two_versions_of_its_own_ranks_and_two_of_its_neighbour() -
     assert cost(gpus=8).host_gib == pytest.approx(8 * 24 * 2)
 
 
-def test_the_times_of_the_copies_are_bytes_over_bandwidth() -> None:
-    seconds = 3 * GIB / 10e9, 8 * 3 * GIB / 50e9
+def test_the_times_of_the_copies_are_bytes_over_bandwidth_and_those_of_their_hashes() -> None:
+    hash_s = 3 * GIB / 20e9
+    one_stream_s = 3 * GIB / 2.6e9
+    assert cost(network_gb_s=50.0).partner_s == pytest.approx(one_stream_s + hash_s)
+    assert cost(network_gb_s=10.0).partner_s == pytest.approx(8 * 3 * GIB / 10e9 + hash_s)
+    seconds = 3 * GIB / 10e9 + hash_s, one_stream_s + hash_s
     assert (cost().copy_s, cost().partner_s) == pytest.approx(seconds)
     assert cost().step_pct == pytest.approx(100 * sum(seconds))
     assert cost(partner_every=4).step_pct == pytest.approx(100 * (seconds[0] + seconds[1] / 4))
@@ -95,7 +99,8 @@ def test_goodput_is_what_saving_copies_and_failures_leave() -> None:
 
 
 def test_small_copies_gain_goodput_and_large_ones_may_lose_it() -> None:
-    small, large = cost(), cost(overlap_s=0.4)
+    sizes = {"state_bytes": 16 * GIB, "memory_bytes": 8 * GIB}
+    small, large = cost(**sizes), cost(**sizes, overlap_s=0.2)
     assert small.reference.with_pct > small.reference.without_pct
     assert large.reference.with_pct < large.reference.without_pct
 

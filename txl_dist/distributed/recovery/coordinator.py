@@ -45,6 +45,7 @@ from txl_dist.distributed.recovery.verdicts import (
     find_frozen,
     find_hung,
     is_missed,
+    still_possible,
     why_not_again,
 )
 from txl_dist.errors import HANG, in_one_line
@@ -634,8 +635,7 @@ class Coordinator:
     def _finish_step(self, number: int, generation: int, *, step: int) -> None:
         """Note that a rank has finished a step in a generation.
 
-        Losses are kept for comparison until all ranks have finished all steps that lost ranks had begun: what killed a
-        rank may come in a later one of the repeated steps.
+        Losses are kept for comparison as long as what killed a rank may come again (`still_possible`).
         """
         reporter = self._agents[number]
         reporter.stepped, reporter.last_step = generation, step
@@ -644,8 +644,7 @@ class Coordinator:
             return
         self._planned.clear()
         self._num_failed = 0
-        if min(agent.last_step for agent in ranked) >= self._repeat_until:
-            self._losses.clear()
+        self._losses = still_possible(self._losses, finished=min(agent.last_step for agent in ranked))
 
     @property
     def _repeat_until(self) -> int:

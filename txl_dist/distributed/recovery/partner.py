@@ -130,7 +130,7 @@ class PartnerServer:
                 if key != self.key.encode():
                     return
                 if name == b"put ":
-                    self._put(peer, Version(*numbers).rank, kept=kept)
+                    self._put(peer, Version(*numbers), kept=kept)
                 elif name == b"get ":
                     self._get(peer, Version(*numbers))
                 elif name == b"list":
@@ -143,15 +143,28 @@ class PartnerServer:
     def _slots(self) -> list[SlotFile]:
         return [slot for shelf in list(self._shelves.values()) for slot in shelf.slots]
 
-    def _put(self, peer: socket.socket, rank: int, *, kept: int) -> None:
+    def _put(self, peer: socket.socket, version: Version, *, kept: int) -> None:
         """Receive a version of a rank. The version with the serial number `kept` stays valid."""
         with self._lock:
-            if rank not in self._shelves:
-                self._shelves[rank] = _Shelf(rank)
-        shelf = self._shelves[rank]
+            if kept < version.serial:  # else the same version is sent again, after a loss
+                self._release_before(kept)
+            if version.rank not in self._shelves:
+                self._shelves[version.rank] = _Shelf(version.rank)
+            shelf = self._shelves[version.rank]
         shelf.lend_to(peer)
         with shelf.lock:
             peer.sendall(_REPLY.pack(_receive_slot(peer, slot_to_replace(shelf.slots, kept={kept} - {0}))))
+
+    def _release_before(self, serial: int) -> None:
+        """Release the memory of ranks that do not send here any more, because ranks were numbered again.
+
+        All ranks have stored version `serial`, so the newest version of those that still send is not older.
+        """
+        for rank, shelf in list(self._shelves.items()):
+            if all(slot.head.serial < serial for slot in shelf.slots):
+                del self._shelves[rank]
+                for slot in shelf.slots:
+                    slot.close()
 
     def _get(self, peer: socket.socket, version: Version) -> None:
         """Send a version, or say that it is not here."""

@@ -102,6 +102,11 @@ class SlotFile:
         os.close(self._file)
 
     @property
+    def path(self) -> str:
+        """Path at which other processes can open the slot, as long as this object has it open."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    @property
     def head(self) -> SlotHead:
         """Head of the version in this slot. `NO_VERSION` if the slot is empty or its head is damaged."""
         content = self._map[:HEAD_BYTES] if self._map is not None else os.pread(self._file, HEAD_BYTES, 0)

@@ -19,6 +19,8 @@ PER_HOUR = 120
 """Largest number of recoveries within an hour."""
 AGENT_LOST = "its agent was lost"
 """Cause of the loss of a rank whose agent was lost, for instance with its node."""
+IN_STEP = ("data", "step")
+"""Phases that are over when a step is finished. Others may follow, for instance an evaluation after this step."""
 CUT_OFF = "its agent was cut off from the coordinator"
 """Cause of the loss of a rank whose agent has killed it, because the coordinator did not answer."""
 
@@ -124,6 +126,17 @@ def ranks_waited_for(ranks: Mapping[int, RankProgress]) -> list[int]:
     late = {rank: one for rank, one in ranks.items() if one.step == lowest}
     not_waiting = sorted(rank for rank, one in late.items() if not one.is_waiting)
     return not_waiting or sorted(late)
+
+
+def still_possible(losses: Sequence[Loss], *, finished: int) -> list[Loss]:
+    """Return the losses that may come again in the same way, after all ranks have finished a step.
+
+    A run may have returned to an earlier step. Until the last step that a lost rank had begun, any loss may come again.
+    After that step it is a loss outside a step, for instance in its evaluation.
+    """
+    if finished < max((loss.step for loss in losses), default=0):
+        return list(losses)
+    return [loss for loss in losses if loss.step == finished and loss.phase not in IN_STEP]
 
 
 def why_not_again(

@@ -322,7 +322,11 @@ class CheckpointManager:
 
         A stop request that arrives after `finish_last` began ends the wait. The state is saved on the disk in any case.
         """
-        if self._mirror is None:
+        if self._mirror is None or self._mirror.is_given_up:
+            if self._context.config.checkpoint.mirror:
+                warn_for_all(
+                    "mirror: the run ends without its last uploads, which the next start of the same command makes"
+                )
             return
         self._mirror.finish_records()
         end_s = time.monotonic() + patience_s

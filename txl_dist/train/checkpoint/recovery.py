@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.console.logging import logger
-from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects, local_world_size
+from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects
+from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.fault_injection import failpoint
 from txl_dist.model.transformer_xl import TransformerXL
@@ -185,7 +186,7 @@ class InJobRecovery(Recovery):
     def store(self, state: TrainState, engine: Engine, carried: dict[str, Any]) -> None:
         has_rewound = state.step <= self._last_step  # all copies are of steps that the run has given up
         if state.step % self._copy_every == 0 or has_rewound:
-            self._slots.store(state, engine, carried)
+            self._slots.store(state, engine, carried, after_rewind=has_rewound)
         self._last_step = state.step
 
     @override
@@ -252,5 +253,9 @@ def recovery_of(
     """
     if member is None:
         return Recovery()
-    share = Share(0, 1) if zero_stage else Share(ranks.local_rank, local_world_size(ranks.world_size))
+    share = Share(0, 1)
+    if zero_stage == 0:
+        nodes = gather_objects(node_name())
+        on_node = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
+        share = Share(on_node.index(ranks.rank), len(on_node))
     return InJobRecovery(member, ranks, share=share, copy_every=copy_every, partner_every=partner_every)

@@ -76,11 +76,13 @@ class PinnedSlotCopy(SlotCopy):
 
     @override
     def pin(self, content: Tensor) -> None:
-        _check_cuda(torch.cuda.cudart().cudaHostRegister(content.data_ptr(), content.numel(), 0))
+        with torch.cuda.device(self.device):  # another thread would open a context on the first GPU
+            _check_cuda(torch.cuda.cudart().cudaHostRegister(content.data_ptr(), content.numel(), 0))
 
     @override
     def unpin(self, content: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(content.data_ptr())
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(content.data_ptr())
 
     @override
     def copy(self, targets: Sequence[Tensor], values: Sequence[Tensor], mark: Any) -> None:

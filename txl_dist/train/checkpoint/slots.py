@@ -61,7 +61,7 @@ from txl_dist.train.state import TrainState
 NOTHING_CARRIED: dict[str, Any] = {
     "interval": None,
     "clipping": [0, 0, 0.0],
-    "skipped": [0, []],
+    "skipped": [0, [], 1],
     "unsaved_s": 0.0,
     "retry_at": 0,
 }
@@ -267,6 +267,8 @@ class StateSlots:
         """Serial number of the last version that was stored or loaded."""
         self._sent = 0
         """Serial number of the last version that the partner has acknowledged."""
+        self._must_send = True
+        """Whether the next version is for the partner too, although its interval may not have passed."""
         self._layout: _Layout | None = None
         """Layout of the last version, used again while `_layout_key` is the same."""
         self._layout_key: object = None
@@ -275,12 +277,21 @@ class StateSlots:
         self._thread = ThreadPoolExecutor(1, "state slots")
         self._writing: Future[None] | None = None
 
-    def store(self, state: TrainState, engine: Engine, carried: dict[str, Any], *, begins_phase: bool = False) -> None:
+    def store(
+        self,
+        state: TrainState,
+        engine: Engine,
+        carried: dict[str, Any],
+        *,
+        begins_phase: bool = False,
+        after_rewind: bool = False,
+    ) -> None:
         """Begin to store the state after a step, in a thread. Weights may change again only after `wait`.
 
         `carried` are further values of this rank's process, for JSON, that a replacement continues. `begins_phase` says
         that the state is that of the phase's beginning, for instance with memories of another length than the step
-        before has left.
+        before has left. `after_rewind` says that the run has given up all versions before. Then the partner gets this
+        one, whose interval may not have passed yet.
         """
         self.wait()
         partitions = engine.partition_states()
@@ -303,6 +314,8 @@ class StateSlots:
             "updates": [partition.step for partition in partitions],
             "share": self._share,
         }
+        if after_rewind:
+            self._must_send = True
         self._writing = self._thread.submit(self._write, self._next, self._layout, values, facts, self._copy.mark())
         self._next += 1
 
@@ -405,7 +418,7 @@ class StateSlots:
         if self._partner is None:
             return None
         damaged = [slot for slot in self._slots if slot.head.version == version]
-        slot = slot_to_replace(damaged or self._slots, kept=set())
+        slot = slot_to_replace(damaged or self._slots[: self._num_used], kept=set())
         for keeper, versions in by_agent.items():
             if keeper != self._rank and version in versions and self._partner.fetch(version, keeper, slot):
                 return slot
@@ -419,30 +432,41 @@ class StateSlots:
 
         The slots are opened for reading, and `opened` closes them. All ranks call this method together.
         """
-        mine = []
+        mine = {}
         for slot, path in zip((*self._slots, *self._others), self._paths, strict=True):
             version = slot.head.version
             if version[:2] == (serial, world_size) and slot.is_whole():
-                mine.append((node_name(), version.rank, path))
-        paths = {}
-        for found in gather_objects(mine):
-            paths.update({rank: path for node, rank, path in found if node == node_name()})
+                mine[version.rank] = path
+        own = []
+        paths: dict[int, str] = {}
+        for holder, (node, found) in enumerate(gather_objects((node_name(), mine))):
+            if node == node_name():
+                own.append(holder)
+                paths |= found
+        fetched: dict[int, str] = {}
+        if own[0] == self._rank:  # one rank of each node fetches for the others
+            for rank in set(range(world_size)).difference(paths):
+                arrived = self._fetch(Version(serial, world_size, rank), by_agent)
+                if arrived is not None:
+                    opened.callback(arrived.close)
+                    fetched[rank] = arrived.path
+        paths |= gather_objects(fetched)[own[0]]
         slots: list[_Slot] = []
         for rank in range(world_size):
-            whole = None
-            with suppress(KeyError, *_ENDED):
-                whole = _Slot(paths[rank])
-            if whole is None:
-                whole = self._fetch(Version(serial, world_size, rank), by_agent)
-            if whole is None:
+            try:
+                slot = _Slot(paths[rank])
+            except (KeyError, *_ENDED):
                 return None
-            opened.callback(whole.close)
-            slots.append(whole)
+            opened.callback(slot.close)
+            slots.append(slot)
         places = [_place_of(slot.read()[2]) for slot in slots]
         return slots if all(place == places[0] for place in places) else None
 
     def _fetch(self, version: Version, by_agent: dict[int, list[Version]]) -> _Slot | None:
-        """Fetch a version of any rank into memory of this process. Returns None if no agent sends it."""
+        """Fetch a version of any rank into memory of this process, which others can open while it is open here.
+
+        Returns None if no agent sends it.
+        """
         if self._partner is None:
             return None
         slot = _Slot(os.memfd_create("txl_fetched", os.MFD_CLOEXEC))
@@ -484,7 +508,7 @@ class StateSlots:
                 other.close()
                 parts.append((other_values, [_Piece(*piece) for piece in other_table["pieces"]]))
         if self._partner is not None and self._partner.rank is not None:
-            self._sent = slot.head.serial
+            self._sent, self._must_send = slot.head.serial, False
             self._writing = self._thread.submit(self._partner.send, slot, kept=self._sent)
         tensors = [_MemoryTensor(*tensor) for tensor in table["memories"]]
         memories = _read_memories(values, tensors, device=self._copy.device)
@@ -502,9 +526,9 @@ class StateSlots:
         failpoint("stored", step=step)
         if self._partner is None or self._partner.rank is None:
             return
-        if not self._sent or serial >= self._sent + self._partner.every:
+        if self._must_send or serial >= self._sent + self._partner.every:
             self._partner.send(slot, kept=self._sent)
-            self._sent = serial
+            self._sent, self._must_send = serial, False
             failpoint("sent", step=step)
 
 
@@ -563,9 +587,9 @@ def _joined(carried: Sequence[dict[str, Any]], *, counts_first: bool) -> dict[st
     """
     joined = dict(carried[0])
     if "skipped" in joined:
-        numbers, documents = zip(*(values["skipped"] for values in carried), strict=True)
-        counted = numbers if counts_first else numbers[1:]
-        joined["skipped"] = [sum(counted), list(itertools.chain.from_iterable(documents))]
+        numbers, documents, ranks = zip(*(values["skipped"] for values in carried), strict=True)
+        first = 0 if counts_first else 1
+        joined["skipped"] = [sum(numbers[first:]), list(itertools.chain.from_iterable(documents)), sum(ranks[first:])]
     return joined
 
 

@@ -266,10 +266,18 @@ class NcclCut(SocketCut):
     def __init__(self) -> None:
         super().__init__()
         self._aborted: set[str] = set()
+        self._lock = threading.Lock()
 
     @override
     def cut(self) -> int:
-        """Shut the sockets down, and abort all communicators that are not aborted yet. Returns their number."""
+        """Shut the sockets down, and abort all communicators that are not aborted yet. Returns their number.
+
+        Several threads may call it. Each communicator is aborted once.
+        """
+        with self._lock:
+            return self._cut()
+
+    def _cut(self) -> int:
         backends = []
         names = _attribute("torch.distributed.distributed_c10d", "_world").pg_names
         for group, name in list(names.items()):

@@ -664,7 +664,8 @@ def import_deepspeed() -> Any:
     if not uses_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # DeepSpeed would start a program in every step to count the node's ranks, unless a launcher names the number.
-        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        on_one_node = os.environ.get("WORLD_SIZE", "1")
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", on_one_node))
     import deepspeed
     from deepspeed.utils import logger as deepspeed_logger
     from deepspeed.utils import nvtx

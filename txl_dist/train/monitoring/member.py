@@ -414,7 +414,7 @@ class Member:
 
         `continued_from` is the step after which the generation has continued.
         """
-        if step > max(continued_from + 1, self._repeat_until):
+        if step > 1 + max(continued_from, self._repeat_until):
             return None
         if step > continued_from:  # a phase may end again without a step
             self._tell({"kind": "stepped", "generation": self.generation, "step": step})

@@ -576,6 +576,14 @@ def test_a_replacement_continues_the_count_of_skipped_documents() -> None:
         later.skip(DataError("damaged"), shard="b", document=4)
 
 
+def test_a_rank_that_reads_the_lanes_of_two_may_skip_the_documents_of_both() -> None:
+    damage = CorruptionPolicy(skip=True, max_skipped=2)
+    damage.continue_from([3, [["a", 3]], 2])
+    damage.skip(DataError("damaged"), shard="b", document=3)
+    with pytest.raises(DataError, match=r"5 documents in all, more than data\.max_skipped=2 for each of 2 ranks"):
+        damage.skip(DataError("damaged"), shard="b", document=4)
+
+
 def test_a_lost_shard_may_be_skipped_within_the_budget_only(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path)
     split = corpus.split("train")

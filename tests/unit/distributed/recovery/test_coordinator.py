@@ -833,6 +833,28 @@ def test_a_row_of_losses_ends_when_all_ranks_are_past_the_step_of_the_loss() -> 
     assert not job.coordinator.is_ended
 
 
+@pytest.mark.parametrize("phase", ["evaluate", "save", "rewind", "callbacks"])
+def test_the_same_loss_after_a_finished_step_ends_the_job(phase: str) -> None:
+    """The copies are some steps old. The ranks finish the step again, and its evaluation kills a rank again."""
+    job = Job()
+    job.lose(1, step=15, phase=phase)
+    job.recover(0, 1, 2, step=11)
+    for rank in range(3):
+        job.tell(rank, "stepped", generation=job.coordinator.generation, step=15)
+    job.lose(1, step=15, phase=phase)
+    assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
+def test_the_same_loss_in_a_later_evaluation_is_no_repetition() -> None:
+    job = Job()
+    for step in (15, 20, 15):
+        job.lose(1, step=step, phase="evaluate")
+        job.recover(0, 1, 2, step=11)
+        for rank in range(3):
+            job.tell(rank, "stepped", generation=job.coordinator.generation, step=step + 1)
+    assert not job.coordinator.is_ended
+
+
 def test_a_lost_agent_that_connects_again_takes_its_rank_back() -> None:
     job = Job("ab", on_loss="wait")
     job.lose_agent(1)

@@ -74,6 +74,21 @@ def test_the_version_to_keep_stays_whatever_its_number(rank: PartnerConnection) 
     assert serials(rank) == [5, 8]
 
 
+def test_ranks_that_send_here_no_more_are_forgotten_once_a_later_version_is_stored_by_all(
+    rank: PartnerConnection,
+) -> None:
+    """The job has continued with fewer ranks, so this agent keeps copies of other ranks than before."""
+    slot = new_slot()
+    rank.put(fill(slot, 5, rank=3), kept=0)
+    rank.put(fill(slot, 6, rank=1), kept=6)  # sent again after a loss
+    rank.put(fill(slot, 6, rank=2), kept=6)
+    assert serials(rank) == [5, 6, 6]
+    rank.put(fill(slot, 7, rank=1), kept=6)
+    assert serials(rank) == [6, 6, 7]
+    rank.put(fill(slot, 7, rank=2), kept=6)
+    assert serials(rank) == [6, 6, 7, 7]
+
+
 def test_a_version_that_arrives_by_half_replaces_nothing_valid(server: PartnerServer, rank: PartnerConnection) -> None:
     slot = new_slot()
     rank.put(fill(slot, 1), kept=0)

@@ -16,11 +16,11 @@ import torch
 
 from tests.unit.train.checkpoint.test_slots import engine_of, state_of, store
 from txl_dist.distributed.recovery.partner import PartnerAddress, PartnerServer
-from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile
+from txl_dist.distributed.recovery.slot_file import HEAD_BYTES, SlotFile, Version
 from txl_dist.errors import ConfigError, LostRankError, TrainingError
 from txl_dist.train.checkpoint import partner as partner_module
 from txl_dist.train.checkpoint import slots as slots_module
-from txl_dist.train.checkpoint.partner import find_partner
+from txl_dist.train.checkpoint.partner import Partner, find_partner
 from txl_dist.train.checkpoint.recovery import InJobRecovery
 from txl_dist.train.checkpoint.slots import Share, StateSlots, StoredState
 
@@ -185,6 +185,41 @@ def test_an_agent_that_has_no_rank_any_more_sends_its_own_copies_and_those_of_a_
         assert torch.equal(stored.source.read("weight", "w", start=0, length=4 * LENGTH), expected)
         first = 30 + 2 * rank
         assert [memory.hidden[0][0, 0, 0].item() for memory in stored.memories] == [first, first, first + 1, first + 1]
+
+
+def test_of_the_ranks_of_a_node_one_fetches_the_versions_of_other_nodes(
+    make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = make(4)
+    nodes.step(1)
+    fetched: list[int] = []
+    fetch = Partner.fetch
+
+    def count(self: Partner, version: Version, keeper: int, into: SlotFile) -> bool:
+        fetched.append(version.rank)
+        return fetch(self, version, keeper, into)
+
+    monkeypatch.setattr(Partner, "fetch", count)
+    nodes.shrink(3, num_idle=1)
+    nodes.begin()
+    monkeypatch.setattr(slots_module, "node_name", lambda: "a" if nodes.name() in ("node0", "node1") else "b")
+    for stored in nodes.together(lambda rank: nodes.slots[rank].newest_common()):
+        assert stored is not None
+        expected = torch.arange(4.0 * LENGTH) + 1
+        assert torch.equal(stored.source.read("weight", "w", start=0, length=4 * LENGTH), expected)
+    assert sorted(fetched) == [0, 1, 2, 3, 3]  # 2 and 3 by node a, the others by node b
+
+
+def test_the_partner_gets_the_first_version_after_a_rewind_at_once(make: Callable[..., Nodes]) -> None:
+    nodes = make(2, every=5)
+    for step in (1, 2, 3):
+        nodes.step(step)
+    for rank, slots in enumerate(nodes.slots):
+        slots.store(state_of(2, rank), engine_of(2, start=LENGTH * rank, length=LENGTH), {}, after_rewind=True)
+        slots.wait()
+    nodes.step(3)
+    nodes.lose(1)
+    assert_loaded(nodes.newest(), 2)
 
 
 def test_at_stage_0_a_rank_that_moves_to_another_node_has_all_weights(

@@ -264,13 +264,13 @@ def test_fewer_ranks_continue_the_damaged_documents_of_the_ranks_whose_lanes_the
 ) -> None:
     ranks = Ranks(monkeypatch, tmp_path, 4)
     for rank, slots in enumerate(ranks.slots):
-        carried = {"skipped": [rank, [[f"shard {rank}", 7]]], "began": f"rank {rank}"}
+        carried = {"skipped": [rank, [[f"shard {rank}", 7]], 1], "began": f"rank {rank}"}
         slots.store(state_of(1, rank), engine_of(1, start=3 * rank, length=3), carried)
         slots.wait()
     ranks.begin(2)
     assert [one.facts["carried"] for one in ranks.newest_of_all()] == [
-        {"skipped": [1, [["shard 0", 7], ["shard 1", 7]]], "began": "rank 0"},
-        {"skipped": [5, [["shard 2", 7], ["shard 3", 7]]], "began": "rank 2"},
+        {"skipped": [1, [["shard 0", 7], ["shard 1", 7]], 2], "began": "rank 0"},
+        {"skipped": [5, [["shard 2", 7], ["shard 3", 7]], 2], "began": "rank 2"},
     ]
 
 
@@ -279,13 +279,13 @@ def test_the_documents_of_a_rank_whose_lanes_are_divided_count_once(
 ) -> None:
     ranks = Ranks(monkeypatch, tmp_path, 3)
     for rank, slots in enumerate(ranks.slots):
-        carried = {"skipped": [10**rank, [[f"shard {rank}", 7]]]}
+        carried = {"skipped": [10**rank, [[f"shard {rank}", 7]], 1]}
         slots.store(state_of(1, rank), engine_of(1, start=4 * rank, length=4), carried)
         slots.wait()
     ranks.begin(2)
     assert [one.facts["carried"]["skipped"] for one in ranks.newest_of_all()] == [
-        [11, [["shard 0", 7], ["shard 1", 7]]],
-        [100, [["shard 1", 7], ["shard 2", 7]]],
+        [11, [["shard 0", 7], ["shard 1", 7]], 2],
+        [100, [["shard 1", 7], ["shard 2", 7]], 1],
     ]
 
 

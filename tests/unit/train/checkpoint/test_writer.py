@@ -594,15 +594,26 @@ def test_the_end_of_a_run_says_how_long_it_waits_for_the_mirror_and_what_the_mir
     monkeypatch.setattr(saving_module, "_NOTICE_S", 0.0)
     one, _ = saving(parts(alone, tmp_path), monkeypatch)
     lacking = "2 checkpoints from step_000000007 to step_000000008"
-    one._mirror = cast(
-        Mirror, SimpleNamespace(is_idle=False, url="s3://b/r", lacking=lambda: lacking, finish_records=lambda: None)
-    )
+    mirror = {"url": "s3://b/r", "lacking": lambda: lacking, "finish_records": lambda: None}
+    one._mirror = cast(Mirror, SimpleNamespace(is_idle=False, is_given_up=False, **mirror))
     with recorded_log() as lines:
         one.finish_mirror(patience_s=0.3)
     (_, before), (_, after) = lines
     assert before.startswith("mirror: the run waits for up to 0.3 s until its newest checkpoint and records are in")
     assert f"s3://b/r, which lacks {lacking}. To end the run earlier, use SIGTERM" in before
     assert after.startswith(f"mirror: the run ends, and s3://b/r lacks {lacking}. The newest checkpoint is on the disk")
+
+
+@pytest.mark.parametrize("mirror", [None, SimpleNamespace(is_given_up=True)])
+def test_the_end_of_a_run_says_that_uploads_were_given_up(
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirror: Any
+) -> None:
+    one, _ = saving(parts(alone, tmp_path, mirror="s3://b/r"), monkeypatch)
+    one._mirror = mirror
+    with recorded_log() as lines:
+        one.finish_mirror(patience_s=0.3)
+    ((_, line),) = lines
+    assert line == "mirror: the run ends without its last uploads, which the next start of the same command makes"
 
 
 def hear_one_rank(ranks: RankInfo, folder: str) -> tuple[str, list[tuple[str, int]], list[str]]:

@@ -61,6 +61,16 @@ def test_a_phase_that_ends_again_without_a_step_does_not_end_a_row_of_losses(mon
     assert [message["step"] for message in told] == [13]
 
 
+def test_steps_are_reported_until_one_is_finished_that_no_lost_rank_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(Member, "_tell", lambda self, message: told.append(message))
+    member: Any = object.__new__(Member)
+    member.generation, member._repeat_until, member.recovered = 2, 12, None
+    for step in range(10, 16):
+        member.mark_step(step, continued_from=9)
+    assert [message["step"] for message in told] == [10, 11, 12, 13]
+
+
 def test_errors_of_collectives_and_networks_may_come_from_a_loss() -> None:
     for error in (
         raised_in("torch.distributed.distributed_c10d", ValueError("no reason")),

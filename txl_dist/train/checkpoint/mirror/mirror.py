@@ -59,6 +59,8 @@ class Mirror:
         self._leaders = leaders_of(self._nodes)
         self._config = config
         self._uploader: Uploader | None = None
+        self.is_given_up = False
+        """Whether nothing is uploaded, because the mirror has failed after a loss. It is the same on all ranks."""
         self.seconds = 0.0
         """Seconds that the main thread has spent in `save`, `steps_in_use`, `forget` and `is_idle`."""
         if bucket is not None:
@@ -150,6 +152,7 @@ class Mirror:
                 run_on_all_ranks(lambda: self._keep_id(mirror_id))
         except TxlError as error:
             _continue_without(error, is_again=is_again)
+            self.is_given_up = True
             if self._uploader is not None:
                 self._uploader.close()
                 self._uploader = None
