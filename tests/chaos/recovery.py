@@ -142,14 +142,16 @@ def replaced(
     saved = [record["step"] for record in run.records("event") if record["event"] == "saved"]
     if KEEP_BEST[-2] in settings and STRUCK_AT not in saved:  # it was the best when the rank was lost
         case.problems.append(f"the best checkpoint is not among {saved}")
+    recovered = [event for event in run.records("event") if event["event"] == "recovered"]
     save_every = load_config(run.dir / SETTINGS).checkpoint.every_steps
     for due in range(save_every, run.highest_step + 1, save_every):
-        if not any(due <= step < due + save_every for step in saved):  # a save that the loss dropped is made again
+        next_due = due + save_every
+        is_late = any(event["step"] >= next_due for event in recovered)  # then the next save stands for it
+        if not is_late and not any(due <= step < next_due for step in saved):  # else the loss has dropped it for good
             case.problems.append(f"the save of step {due} is not among {saved}")
     copy_every = int(RARELY[1]) if RARELY[0] in settings else 1
     lost = judge_events(case, run, copy_every=copy_every, most=1 if _is_stored_everywhere(deadly) else None)
     found = [event for event in run.records("event") if event.get("restored_from") == "copies"]
-    recovered = [event for event in run.records("event") if event["event"] == "recovered"]
     if copy_every == 1 and len(found) < len(recovered):
         case.problems.append(f"the job continued from a checkpoint, though newer copies existed: {recovered}")
     ends_of_phases = [event["step"] for event in run.records("event") if event["event"] == "phase"]
