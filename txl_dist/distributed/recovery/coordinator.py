@@ -267,10 +267,6 @@ class Coordinator:
             lost.is_connected = False
             if not was_connected or lost.has_left or lost.rank < 0 or self.is_ended:
                 continue
-            if all(agent.has_left for agent in self._ranked.values() if agent is not lost) and self._world_size > 1:
-                self._finish()  # ranks leave together, so this rank has finished the run too
-                self.lines.append(f"the agent of rank {lost.rank} on {lost.host} was lost after the end of the run")
-                return
             why = f"the agent of rank {lost.rank} on {lost.host} was lost, and its rank with it"
             if not self._is_complete:
                 self.end(why)
@@ -453,12 +449,18 @@ class Coordinator:
 
     def _note_loss(self, lost: _Agent, cause: str, status: Status, now_s: float) -> Loss | None:
         """Note that a rank has no process any more. Returns None if the job ends."""
-        loss = Loss(lost.rank, lost.host, lost.pid, cause, status.step, status.phase, round(status.silent_s, 3))
+        # A rank that hangs still sends heartbeats.
+        notice_s = status.idle_s if cause.startswith("hung") else status.silent_s
+        loss = Loss(lost.rank, lost.host, lost.pid, cause, status.step, status.phase, round(notice_s, 3))
         lost.is_alive = False
         lost.ready = 0  # the others may wait for it in this same generation
         lost.kill = ""
         lost.status = _NOT_STARTED
         if self.is_ended:
+            return None
+        if any(agent.has_left for agent in self._ranked.values()):
+            self.lines.append(f"{loss}, after the end of the run")
+            self._finish()
             return None
         if not self._planned:
             self._began_s = now_s
@@ -483,8 +485,6 @@ class Coordinator:
         self._planned.append(loss)
         if not reason and not self._is_complete:
             reason = f"{loss}, before all ranks had started"
-        elif not reason and any(agent.has_left for agent in self._ranked.values()):
-            reason = f"{loss}, after another rank had ended"
         if reason:
             self.end(reason)
             return None
@@ -652,21 +652,24 @@ class Coordinator:
         return max((loss.step for loss in self._losses), default=0)
 
     def _leave(self, number: int, code: int) -> None:
-        """Note that the process of a rank has ended by itself. An error of its own ends the job."""
+        """Note that the process of a rank has ended by itself. An error of its own ends the job.
+
+        A rank that has lost another one after the end of the run does not wait for it.
+        """
         self._agents[number].has_left = True
         if code:
             self._fail(number, code=code, reason=f"exit code {code}")
-        elif all(agent.has_left for agent in self._ranked.values()) and not self.is_ended:
+        elif not self._has_met or all(agent.has_left for agent in self._ranked.values()):
             self._finish()
-        elif not self._has_met:
-            agent = self._agents[number]
-            self.end(f"rank {agent.rank} on {agent.host} had ended when another rank was lost")
 
     def _finish(self) -> None:
-        """Note that the run is done, and let the agents without a rank end."""
+        """Note that the run is done, and let the other agents end. Ranks leave together, so all have finished the run
+        once one has left."""
+        if self.is_ended:
+            return
         self._ending = {"kind": "end", "code": 0, "reason": ""}
         for number, agent in self._agents.items():
-            if agent.rank < 0:
+            if agent.is_connected and not agent.has_left:
                 self._send(number, self._ending)
 
     def _fail(self, number: int, *, code: int, reason: str) -> None:

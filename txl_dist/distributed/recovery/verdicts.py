@@ -50,7 +50,8 @@ class Loss(NamedTuple):
     phase: str
     """Part of the step that the rank had begun."""
     notice_s: float
-    """Seconds between the rank's last heartbeat and the notice of the loss."""
+    """Seconds between the rank's last heartbeat and the notice of the loss. For a rank that hangs: since its last
+    progress."""
 
     def repeats(self, other: Loss) -> bool:
         """Return whether two losses have the same rank, kind of cause, step and phase.

@@ -21,6 +21,8 @@ from txl_dist.distributed.recovery.verdicts import PER_HOUR, Loss
 from txl_dist.errors import HANG
 
 LIMIT_S = 60.0
+DONE = {"kind": "end", "code": 0, "reason": ""}
+"""Message that ends an agent at the end of the run."""
 
 
 def decoded(message: Message, shared: bytes) -> Message:
@@ -214,6 +216,18 @@ def test_a_rank_that_freezes_or_hangs_twice_at_a_step_ends_the_job_however_long_
         job.make_ready(0, 1, 2)
         job.now_s += 2 * LIMIT_S
     assert "The same happened before at this step" in job.coordinator.lines[-1]
+
+
+def test_the_seconds_to_notice_a_hang_count_from_its_last_progress() -> None:
+    """A rank that hangs still sends heartbeats."""
+    job = Job()
+    for rank in range(3):
+        job.status(rank, idle_s=LIMIT_S + 1, waits=rank != 1)
+    job.tick()
+    job.told()
+    job.tell(1, "died", cause="SIGABRT", status=[0.2, LIMIT_S + 2, LIMIT_S, 5, "step", False])
+    plan = next(message for _, message in job.told() if message["kind"] == "plan")
+    assert [Loss(*loss).notice_s for loss in plan["losses"]] == [LIMIT_S + 2]
 
 
 def test_ranks_that_have_waited_long_for_the_first_meeting_do_not_count_as_hung() -> None:
@@ -453,12 +467,17 @@ def test_the_time_in_which_a_rank_waits_for_the_others_to_become_ready_is_no_han
     assert job.told() == [(1, {"kind": "kill", "dump": True})]
 
 
-def test_a_rank_lost_after_another_has_ended_ends_the_job() -> None:
+@pytest.mark.parametrize("is_agent", [False, True])
+def test_a_rank_lost_after_another_has_ended_has_finished_the_run_too(is_agent: bool) -> None:
+    """The ranks leave together, after a barrier. The third rank may have found this barrier broken."""
     job = Job()
     job.tell(1, "left", code=0)
-    job.lose(2)
-    assert job.coordinator.is_ended
-    assert "after another rank had ended" in job.coordinator.lines[-1]
+    if is_agent:
+        job.lose_agent(2)
+    else:
+        job.lose(2)
+    assert job.coordinator.lines[-1].endswith(", after the end of the run")
+    assert [(number, message) for number, message in job.told() if number == 0] == [(0, DONE)]
 
 
 def test_an_agent_that_is_silent_when_the_other_ranks_have_finished_ends_no_finished_run() -> None:
@@ -467,7 +486,7 @@ def test_an_agent_that_is_silent_when_the_other_ranks_have_finished_ends_no_fini
         job.tell(rank, "left", code=0)
     job.tick(7.0)
     assert job.coordinator.is_ended
-    assert "was lost after the end of the run" in job.coordinator.lines[-1]
+    assert job.coordinator.lines[-1].endswith("its agent was lost, after the end of the run")
     assert job.told() == []
     assert job.coordinator.silent_here == []  # it is on another node
 
@@ -580,12 +599,13 @@ def test_replacements_that_die_before_their_first_step_are_no_repetition() -> No
     assert not job.coordinator.is_ended
 
 
-def test_a_rank_that_ends_while_another_is_replaced_ends_the_job_which_would_wait_for_it() -> None:
+def test_a_rank_that_ends_while_another_is_replaced_says_that_the_run_is_done() -> None:
     job = Job()
     job.lose(0)
+    job.told()
     job.tell(1, "left", code=0)
     assert job.coordinator.is_ended
-    assert "rank 1 on a had ended when another rank was lost" in job.coordinator.lines[-1]
+    assert job.told() == [(0, DONE), (2, DONE)]
 
 
 def test_an_agent_that_loses_its_rank_while_stuck_ranks_are_judged_gets_no_order_to_kill() -> None:
