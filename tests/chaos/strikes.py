@@ -139,6 +139,7 @@ def asked_to_stop(lab: Lab, how: str, *, stage: int = 1, waits: bool = False) ->
     With `waits` it waits for a spare that never comes. Then it ends with code 76 and says why.
     """
     words = (*ON, *PATIENT, "--engine.zero_stage", str(stage), *(WAITING if waits else ()))
+    words += ("--train.max_steps", "240")  # longer than the second in which a rank looks at the clock
     fault = NO_SPARE if waits else f"stop:0:{STRUCK_AT},slow:0:2:leave@2"
     case = lab.case(f"recovery: {how} while it {'waits' if waits else 'recovers'}", stage=stage, fault=fault)
     run = lab.new_run("asked")
