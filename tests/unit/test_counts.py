@@ -28,6 +28,7 @@ NEVER_ONE = {
     ("train/checkpoint/validate.py", "next_lane"),
     ("train/footprint/fits.py", "num_sharing"),
     ("cli/launch.py", "num_ranks"),
+    ("data/loader/corruption.py", "self._num_ranks"),
 }
 """Values that are not 1 where they are shown, fractions, and messages about a damaged file."""
 

@@ -72,13 +72,13 @@ def run_once(folder: Path, url: str, *, layers: int, steps: int) -> RunCost:
     corpus = prepare_corpus(folder / "corpus", inputs=[text]).corpus
     opened: list[Mirror | None] = []
     module: Any = start
-    open_mirror = module.open_mirror
+    mirror_of = module.mirror_of
 
     def remember(*arguments: Any, **options: Any) -> Mirror | None:
-        opened.append(open_mirror(*arguments, **options))
+        opened.append(mirror_of(*arguments, **options))
         return opened[-1]
 
-    module.open_mirror = remember
+    module.mirror_of = remember
     clock = Clock()
     start.pretrain(
         {
