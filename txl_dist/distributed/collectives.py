@@ -167,6 +167,12 @@ def gather_objects(value: T) -> list[T]:
     return gathered
 
 
+def ranks_with_same(value: object) -> list[int]:
+    """Return the ranks that pass the same value as this rank, for instance the name of its node. This rank is one of
+    them. All ranks call it together."""
+    return [rank for rank, other in enumerate(gather_objects(value)) if other == value]
+
+
 def broadcast_object(value: T) -> T:
     """Return rank 0's value on every rank. The values that other ranks pass are ignored."""
     box = [value]

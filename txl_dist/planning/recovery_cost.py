@@ -8,8 +8,8 @@ that training waits for a checkpoint, and r seconds of a restart:
     host memory per node g v (own slots + 2), where own slots are 2, or 3 if k > 1. On one node g v 2
     hash of a version    h = v / HASH_GB_S
     copy to the host     c = v / bandwidth of the PCIe link that each GPU has, + h
-    copy to the partner  p = g v / network bandwidth of a node, or v / STREAM_GB_S if that is longer, + h: the receiver
-                         hashes the version before it acknowledges it
+    copy to the partner  p = g v / network bandwidth that a node reaches, or v / STREAM_GB_S if that is longer, + h: the
+                         receiver hashes the version before it acknowledges it
     share of a step      (c + p / k) / (n s), most of which overlaps with the next forward and backward pass
     a version waits      max(0, c - b), and each k-th one max(0, c + p - b), where b is the time of these passes
     steps made again     the one in flight, half of it on average. With a lost node, (n k - 1) / 2 finished ones more

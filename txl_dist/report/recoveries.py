@@ -55,7 +55,8 @@ class RecoveryRecord(NamedTuple):
 
     @property
     def lost_s(self) -> float:
-        """Seconds from the last heartbeat of the lost rank to the end of the last repeated step."""
+        """Seconds from the last heartbeat of the lost rank, or the last progress of one that hung, to the end of the
+        last repeated step."""
         return self.notice_s + self.regroup_s + self.restore_s + self.redo_s + self.further_s
 
     @property

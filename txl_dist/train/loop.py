@@ -409,6 +409,7 @@ class TrainingRun:
             set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
         self._report_recovery(step)
+        self.watch.beat("report")
         if layer_stats.layers is not None:  # after `recovered`, which supersedes the earlier record of this step
             self.reporter.write("layers", layer_stats.layers)
         skipped = not math.isfinite(decision.grad_norm)

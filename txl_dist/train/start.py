@@ -27,6 +27,7 @@ from txl_dist.distributed.collectives import (
     distributed_context,
     gather_objects,
     get_rank,
+    ranks_with_same,
     run_on_all_ranks,
     run_on_rank0,
 )
@@ -324,8 +325,7 @@ def _own_disk(config: Config, ranks: RankInfo, *, nonce: str) -> tuple[int, ...]
                     "Remove the setting, or give a shared folder as --run.dir."
                 )
             )
-    nodes = gather_objects(node_name())
-    return tuple(rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank])
+    return tuple(ranks_with_same(node_name()))
 
 
 def _begin(
@@ -382,7 +382,7 @@ def _choose_state(
     if stored is None or run_on_rank0(lambda: newest_step(plan.run_dir)) > stored.step:  # copies may be rarer
         with suppress(*(CheckpointError,) if stored else ()):  # copies need no whole checkpoint
             if mirror is not None:
-                choice = mirror.choose(resume, is_start=is_start)
+                choice = mirror.choose(resume, is_start=is_start and not recovery.is_again)
             else:
                 choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
     if stored is None or (choice.saved is not None and choice.saved.step > stored.step):

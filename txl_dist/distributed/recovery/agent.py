@@ -626,10 +626,14 @@ class Agent:
         code = self._exit_status
         if self._deadline_s is not None and not self._is_leaving:
             return self._end_code
-        if code >= 0 or self._is_leaving or self._coordinator is None or -code in SIGNALS:
+        if self._is_leaving and code < 0:  # killed while it left, for instance by a launcher that ends the other ranks
+            code = self._announced_code
+        if code >= 0 or self._coordinator is None or -code in SIGNALS:
             exit_code = 128 - code if code < 0 else code
-            if not self._is_leaving and not self._announced_code:
-                self._say_end(code)
+            if not self._is_leaving:
+                exit_code = exit_code or int(self._has_joined)  # a rank announces the end of the run
+                if not self._announced_code:
+                    self._say_end(code)
             self._tell_coordinator({"kind": "left", "code": exit_code})
             return exit_code
         cause = self._cause or signal.Signals(-code).name
@@ -647,7 +651,7 @@ class Agent:
         """Print that the rank has ended without having announced why, and is not replaced."""
         rank = self._number if self._plan is None else self._plan["rank"]
         who = f"rank {rank} on {socket.gethostname()} (pid {self._pid})"
-        if code > 0 and self._has_joined:
+        if code >= 0 and self._has_joined:
             say(f"{who} has ended itself with exit code {code}, and is not replaced")
         elif code < 0 and -code not in SIGNALS:
             name = signal.Signals(-code).name

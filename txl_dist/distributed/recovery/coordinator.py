@@ -178,7 +178,7 @@ class Coordinator:
         self._agents: dict[int, _Agent] = {}
         self._outbox: list[Outgoing] = []
         self._plan_at: int | None = None  # place in `_outbox` of the plans that are due
-        self._losses: list[Loss] = []  # since the ranks have last finished a step that no lost rank had begun before
+        self._losses: list[Loss] = []  # that may come again in the same way
         self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
         self._num_failed = 0  # generations that lost a rank since then
         self._failed_generation = 0  # last generation that `_num_failed` has counted

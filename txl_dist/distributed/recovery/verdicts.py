@@ -20,7 +20,7 @@ PER_HOUR = 120
 AGENT_LOST = "its agent was lost"
 """Cause of the loss of a rank whose agent was lost, for instance with its node."""
 IN_STEP = ("data", "step")
-"""Phases that are over when a step is finished. Others may follow, for instance an evaluation after this step."""
+"""Phases that are over when a step is finished. Others follow: its report and copy, and for instance an evaluation."""
 CUT_OFF = "its agent was cut off from the coordinator"
 """Cause of the loss of a rank whose agent has killed it, because the coordinator did not answer."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from txl_dist.console.logging import logger
-from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects
+from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects, ranks_with_same
 from txl_dist.distributed.recovery.seat import node_name
 from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.fault_injection import failpoint
@@ -175,7 +175,12 @@ class InJobRecovery(Recovery):
         with self._member.collecting():  # a newer plan ends transfers from agents of other nodes
             stored = self._slots.newest_common()
         if stored is None:
-            logger.warning("recovery: no copy of the state exists for all ranks. The run continues from a checkpoint")
+            logger.warning(
+                "recovery: no copy of the state exists for all ranks. The run continues from a checkpoint, or "
+                "begins again without one"
+            )
+        else:
+            self._last_step = stored.step
         return stored
 
     @override
@@ -255,7 +260,6 @@ def recovery_of(
         return Recovery()
     share = Share(0, 1)
     if zero_stage == 0:
-        nodes = gather_objects(node_name())
-        on_node = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
+        on_node = ranks_with_same(node_name())
         share = Share(on_node.index(ranks.rank), len(on_node))
     return InJobRecovery(member, ranks, share=share, copy_every=copy_every, partner_every=partner_every)

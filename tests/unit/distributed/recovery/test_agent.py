@@ -89,7 +89,8 @@ def beat():
             link.send({"kind": "failed", "code": 5, "reason": "ValueError: a poison batch"})
             os._exit(5)
         if os.path.exists(f"{folder}/exit{rank}"):
-            os._exit(3)
+            with open(f"{folder}/exit{rank}") as file:
+                os._exit(int(file.read() or 3))
         if os.path.exists(f"{folder}/leave{rank}"):
             with open(f"{folder}/leave{rank}") as file:
                 code = int(file.read() or 0)
@@ -542,6 +543,27 @@ def test_a_rank_that_dies_before_the_job_is_complete_is_not_replaced(tmp_path: P
     ended = subprocess.run(words, env=os.environ | place, check=False, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 128 + signal.SIGKILL
     assert "died of SIGKILL before all ranks had connected to each other, and is not replaced" in ended.stderr
+
+
+def test_a_rank_that_ends_in_the_middle_of_a_run_with_exit_code_0_has_failed(agents: Agents) -> None:
+    agents.wait_for("began", rank=1)
+    (agents.folder / "new").write_text("0", encoding="utf-8")
+    (agents.folder / "new").rename(agents.folder / "exit1")
+    assert [agent.wait(30) for agent in agents.agents] == [1, 1]
+    stderr = agents.agents[1].stderr
+    assert stderr is not None
+    assert "has ended itself with exit code 0, and is not replaced" in stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_a_rank_that_is_killed_after_it_has_announced_its_end_has_ended_as_announced(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    agent, _, told = agent_without_process(monkeypatch)
+    agent._pid, agent._exit_status = 7, -number
+    agent._is_leaving, agent._announced_code = True, 0
+    assert agent._look_at_rank(100.0) == 0
+    assert told == [{"kind": "left", "code": 0}]
 
 
 def test_the_agent_of_a_rank_that_ends_itself_without_a_reason_says_so(agents: Agents) -> None:

@@ -18,12 +18,12 @@ from txl_dist.train.checkpoint.recovery import InJobRecovery
 from txl_dist.train.checkpoint.slots import Share
 
 
-def recovery_in(folder: Path, *, copy_every: int = 1) -> InJobRecovery:
+def recovery_in(folder: Path, *, generation: int = 1, copy_every: int = 1) -> InJobRecovery:
     """Return the recovery of the only rank of a job."""
     paths = [folder / str(number) for number in range(3)]
     for path in paths:
         path.touch()
-    place = {"generation": 1, "partner_address": None, "others": [], "collecting": nullcontext}
+    place = {"generation": generation, "partner_address": None, "others": [], "collecting": nullcontext}
     member = SimpleNamespace(slots=[str(path) for path in paths], **place)
     ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     share = Share(0, 1)
@@ -55,6 +55,21 @@ def test_the_first_step_after_a_rewind_is_copied_because_the_copies_are_of_steps
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert stored_steps(tmp_path, [7, 8, 9, 10, 6, 7, 8], copy_every=4, monkeypatch=monkeypatch) == [8, 6, 8]
+
+
+def test_a_rewind_before_the_first_copy_after_a_recovery_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slots, "gather_objects", lambda value: [value])
+    before = recovery_in(tmp_path, copy_every=4)
+    before.store(state_of(8), engine_of(8), {})
+    before.close()
+    recovery = recovery_in(tmp_path, generation=2, copy_every=4)
+    assert recovery.take_stored() is not None
+    recovery.store(state_of(6), engine_of(6), {})
+    recovery.wait()
+    assert max(slot.serial for slot in recovery._slots._slots) == 2
+    recovery.close()
 
 
 def test_the_state_with_which_a_phase_begins_is_copied_after_any_step(

@@ -259,6 +259,17 @@ def test_fewer_ranks_read_all_weights_and_divide_the_memories_in_the_order_of_th
     assert [hidden_of(one) for one in stored] == [[20, 20, 21, 21], [22, 22, 23, 23]]
 
 
+def test_slots_of_an_agent_that_ends_after_they_were_opened_are_still_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = Ranks(monkeypatch, tmp_path, 4)
+    store_all(ranks, 1)
+    ranks.begin(2)
+    for path in (path for paths in ranks.paths[2:] for path in paths):
+        Path(path).unlink()
+    assert [hidden_of(one) for one in ranks.newest_of_all()] == [[10, 10, 11, 11], [12, 12, 13, 13]]
+
+
 def test_fewer_ranks_continue_the_damaged_documents_of_the_ranks_whose_lanes_they_take(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
