@@ -27,7 +27,6 @@ another node, because the ranks of a node then store other shares.
 from __future__ import annotations
 
 import itertools
-import json
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +38,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
+from pydantic_core import to_json
 from torch import Tensor
 from typing_extensions import override
 
@@ -174,7 +174,7 @@ class _Slot(SlotFile):
         """
         if layout != self._layout:
             table = {"parameters": layout.parameters, "pieces": layout.pieces, "memories": layout.memories}
-            self._table = json.dumps(table).encode()
+            self._table = to_json(table)
         tail = self._table + facts
         tail_at = HEAD_BYTES + layout.num_bytes
         num_bytes = tail_at + len(tail)
@@ -359,8 +359,11 @@ class StateSlots:
         }
         if after_rewind:
             self._must_send = True
-        write = partial(self._write, self._next, self._layout, [*values, *tensors], facts, self._copy.mark())
-        self._thread.begin(write)
+        # The thread gets as little Python as possible: after a step its code is out of the processor's caches.
+        slot = slot_to_replace(self._slots[: self._num_used], kept={self._newest, self._sent} - {0})
+        version = Version(self._next, self._world_size, self._rank)
+        content = self._layout, [*values, *tensors], to_json(facts), self._copy.mark()
+        self._thread.begin(partial(self._write, slot, version, *content, step=state.step))
         self._next += 1
 
     def wait(self) -> None:
@@ -556,14 +559,20 @@ class StateSlots:
         stream = StreamState.from_dict(facts["stream"])
         return StoredState(facts["step"], stream, facts, SlotSource(parts, _counts_of(table, facts)), memories)
 
-    def _write(self, serial: int, layout: _Layout, values: list[Tensor], facts: dict[str, Any], mark: Any) -> None:
+    def _write(
+        self,
+        slot: _Slot,
+        version: Version,
+        layout: _Layout,
+        values: list[Tensor],
+        facts: bytes,
+        mark: Any,
+        *,
+        step: int,
+    ) -> None:
         """Write a version, and send it to the partner if it is due, in the thread. An error is raised by `wait`."""
-        step = facts["step"]
-        content = json.dumps(facts).encode()
-        slot = slot_to_replace(self._slots[: self._num_used], kept={self._newest, self._sent} - {0})
-        version = Version(serial, self._world_size, self._rank)
-        slot.write(version, layout, values, content, mark, lambda: failpoint("half-stored", step=step))
-        self._newest = serial
+        slot.write(version, layout, values, facts, mark, lambda: failpoint("half-stored", step=step))
+        self._newest = serial = version.serial
         failpoint("stored", step=step)
         if self._partner is None or self._partner.rank is None:
             return
