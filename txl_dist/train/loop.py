@@ -408,8 +408,8 @@ class TrainingRun:
         if step == self.start.step + 1:  # no later step takes as long as the first
             set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
-        self._report_recovery(step)
         self.watch.beat("report")
+        self._report_recovery(step)
         if layer_stats.layers is not None:  # after `recovered`, which supersedes the earlier record of this step
             self.reporter.write("layers", layer_stats.layers)
         skipped = not math.isfinite(decision.grad_norm)

@@ -382,7 +382,7 @@ def _choose_state(
     if stored is None or run_on_rank0(lambda: newest_step(plan.run_dir)) > stored.step:  # copies may be rarer
         with suppress(*(CheckpointError,) if stored else ()):  # copies need no whole checkpoint
             if mirror is not None:
-                choice = mirror.choose(resume, is_start=is_start and not recovery.is_again)
+                choice = mirror.choose(resume, is_start=is_start)
             else:
                 choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
     if stored is None or (choice.saved is not None and choice.saved.step > stored.step):

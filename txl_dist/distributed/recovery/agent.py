@@ -621,19 +621,21 @@ class Agent:
             if self._closed_s is None or now_s <= self._closed_s + CAUSE_S or self._rank_lives():
                 return None
             # Its parent is gone too. The spare of a node ends with the node's first agent, at the end of a run too.
-            self._exit_status = self._announced_code if self._is_leaving else -signal.SIGKILL
+            self._exit_status = -signal.SIGKILL
         self._hear_rest()
         code = self._exit_status
         if self._deadline_s is not None and not self._is_leaving:
             return self._end_code
-        if self._is_leaving and code < 0:  # killed while it left, for instance by a launcher that ends the other ranks
+        is_early = code == 0 and self._has_joined and (self._announced_code > 0 or not self._is_leaving)
+        if self._is_leaving and code <= 0:  # it may be killed while it leaves, by a launcher that ends the other ranks
             code = self._announced_code
         if code >= 0 or self._coordinator is None or -code in SIGNALS:
             exit_code = 128 - code if code < 0 else code
-            if not self._is_leaving:
-                exit_code = exit_code or int(self._has_joined)  # a rank announces the end of the run
-                if not self._announced_code:
-                    self._say_end(code)
+            if is_early:
+                exit_code = 1  # of the agents of all ranks
+                self._say_end(0)
+            elif not self._is_leaving and not self._announced_code:
+                self._say_end(code)
             self._tell_coordinator({"kind": "left", "code": exit_code})
             return exit_code
         cause = self._cause or signal.Signals(-code).name
@@ -652,7 +654,8 @@ class Agent:
         rank = self._number if self._plan is None else self._plan["rank"]
         who = f"rank {rank} on {socket.gethostname()} (pid {self._pid})"
         if code >= 0 and self._has_joined:
-            say(f"{who} has ended itself with exit code {code}, and is not replaced")
+            when = "" if code else " before the end of the run"
+            say(f"{who} has ended itself with exit code {code}{when}, and is not replaced")
         elif code < 0 and -code not in SIGNALS:
             name = signal.Signals(-code).name
             say(f"{who} died of {name} before all ranks had connected to each other, and is not replaced")

@@ -178,7 +178,7 @@ class Coordinator:
         self._agents: dict[int, _Agent] = {}
         self._outbox: list[Outgoing] = []
         self._plan_at: int | None = None  # place in `_outbox` of the plans that are due
-        self._losses: list[Loss] = []  # that may come again in the same way
+        self._losses: list[Loss] = []  # losses that may come again in the same way
         self._planned: list[Loss] = []  # losses since the last finished step, new or repeated
         self._num_failed = 0  # generations that lost a rank since then
         self._failed_generation = 0  # last generation that `_num_failed` has counted
@@ -451,6 +451,8 @@ class Coordinator:
         """Note that a rank has no process any more. Returns None if the job ends."""
         # A rank that hangs still sends heartbeats.
         notice_s = status.idle_s if cause.startswith("hung") else status.silent_s
+        if self._planned:
+            notice_s = max(0.0, notice_s - (now_s - self._began_s))
         loss = Loss(lost.rank, lost.host, lost.pid, cause, status.step, status.phase, round(notice_s, 3))
         lost.is_alive = False
         lost.ready = 0  # the others may wait for it in this same generation

@@ -20,7 +20,7 @@ PER_HOUR = 120
 AGENT_LOST = "its agent was lost"
 """Cause of the loss of a rank whose agent was lost, for instance with its node."""
 IN_STEP = ("data", "step")
-"""Phases that are over when a step is finished. Others follow: its report and copy, and for instance an evaluation."""
+"""Phases that are over when a step is finished. Others follow: its report, and for instance an evaluation."""
 CUT_OFF = "its agent was cut off from the coordinator"
 """Cause of the loss of a rank whose agent has killed it, because the coordinator did not answer."""
 
@@ -50,8 +50,8 @@ class Loss(NamedTuple):
     phase: str
     """Part of the step that the rank had begun."""
     notice_s: float
-    """Seconds between the rank's last heartbeat and the notice of the loss. For a rank that hangs: since its last
-    progress."""
+    """Seconds from the rank's last heartbeat, or the last progress of a rank that hung, to the notice of the loss. If
+    others were lost before in the same recovery: to the notice of the first of them, or 0."""
 
     def repeats(self, other: Loss) -> bool:
         """Return whether two losses have the same rank, kind of cause, step and phase.

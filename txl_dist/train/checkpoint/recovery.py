@@ -176,8 +176,8 @@ class InJobRecovery(Recovery):
             stored = self._slots.newest_common()
         if stored is None:
             logger.warning(
-                "recovery: no copy of the state exists for all ranks. The run continues from a checkpoint, or "
-                "begins again without one"
+                "recovery: no copy of the state exists for all ranks. The run continues from a checkpoint. If there "
+                "is none, it begins again"
             )
         else:
             self._last_step = stored.step

@@ -232,7 +232,7 @@ class StoredState:
 
 
 class _Thread:
-    """Thread that makes one job at a time.
+    """Thread that runs one job at a time, with as little Python as possible.
 
     After each step its code is out of the processor's caches, so a `ThreadPoolExecutor`, with its many locks and calls,
     would take a tenth of a millisecond more.
@@ -255,8 +255,9 @@ class _Thread:
         """Wait for the end of the job, if there is one. Returns its error, once."""
         if not self._is_busy:
             return None
+        error = self._errors.get()
         self._is_busy = False
-        return self._errors.get()
+        return error
 
     def close(self) -> None:
         """End the thread after its job."""
@@ -265,13 +266,10 @@ class _Thread:
 
     def _run(self) -> None:
         for job in iter(self._jobs.get, None):
-            error = None
-            try:
-                job()
-            except BaseException as caught:  # noqa: BLE001 - raised by `wait`
-                error = caught
+            error = _error_of(job)
             del job  # and with it the values
             self._errors.put(error)
+            del error
 
 
 class StateSlots:
@@ -316,7 +314,7 @@ class StateSlots:
         self._layout: _Layout | None = None
         """Layout of the last version, used again while `_layout_key` is the same."""
         self._layout_key: object = None
-        """Pieces, kinds, shapes and types of all values of the last version."""
+        """Pieces, kinds and sizes of the last version's partitions, shapes and types of its memories."""
         self._next = 1
         self._thread = _Thread()
 
@@ -359,11 +357,19 @@ class StateSlots:
         }
         if after_rewind:
             self._must_send = True
-        # The thread gets as little Python as possible: after a step its code is out of the processor's caches.
         slot = slot_to_replace(self._slots[: self._num_used], kept={self._newest, self._sent} - {0})
         version = Version(self._next, self._world_size, self._rank)
-        content = self._layout, [*values, *tensors], to_json(facts), self._copy.mark()
-        self._thread.begin(partial(self._write, slot, version, *content, step=state.step))
+        write = partial(
+            self._write,
+            slot,
+            version,
+            layout=self._layout,
+            values=[*values, *tensors],
+            facts=to_json(facts),
+            mark=self._copy.mark(),
+            step=state.step,
+        )
+        self._thread.begin(write)
         self._next += 1
 
     def wait(self) -> None:
@@ -461,7 +467,7 @@ class StateSlots:
         if self._partner is None:
             return None
         damaged = [slot for slot in self._slots if slot.head.version == version]
-        slot = slot_to_replace(damaged or self._slots[: self._num_used], kept=set())
+        slot = min(damaged or self._slots[: self._num_used], key=lambda slot: slot.head.serial)
         for keeper, versions in by_agent.items():
             if keeper != self._rank and version in versions and self._partner.fetch(version, keeper, slot):
                 return slot
@@ -563,11 +569,11 @@ class StateSlots:
         self,
         slot: _Slot,
         version: Version,
+        *,
         layout: _Layout,
         values: list[Tensor],
         facts: bytes,
         mark: Any,
-        *,
         step: int,
     ) -> None:
         """Write a version, and send it to the partner if it is due, in the thread. An error is raised by `wait`."""
@@ -626,6 +632,15 @@ class SlotSource(Source):
     @override
     def step_of(self, parameter: str) -> float:
         return self._counts[parameter]
+
+
+def _error_of(job: Callable[[], None]) -> BaseException | None:
+    """Run a job. Returns its error, if there was one."""
+    try:
+        job()
+    except BaseException as error:  # noqa: BLE001  the main thread raises it in `wait`
+        return error
+    return None
 
 
 def _joined(carried: Sequence[dict[str, Any]], *, counts_first: bool) -> dict[str, Any]:

@@ -431,7 +431,7 @@ class Member:
             "hosts": [loss.host for loss in losses],
             "why": "; ".join(str(loss) for loss in losses),
             "repeated_steps": max(int(plan["reached"]) - continued_from, 0),
-            "notice_s": losses[0].notice_s,  # that of later ones is a part of `regroup_s`
+            "notice_s": max(loss.notice_s for loss in losses),
             "regroup_s": round(self._met_s - plan["began_s"], 3),
             "restore_s": round(loaded_s - self._met_s, 3),
             "redo_s": round(time.monotonic() - loaded_s, 3),

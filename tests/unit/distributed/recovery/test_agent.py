@@ -552,7 +552,20 @@ def test_a_rank_that_ends_in_the_middle_of_a_run_with_exit_code_0_has_failed(age
     assert [agent.wait(30) for agent in agents.agents] == [1, 1]
     stderr = agents.agents[1].stderr
     assert stderr is not None
-    assert "has ended itself with exit code 0, and is not replaced" in stderr.read()
+    assert "has ended itself with exit code 0 before the end of the run, and is not replaced" in stderr.read()
+
+
+def test_a_plugin_that_calls_exit_in_the_middle_of_a_run_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process announces its end, with the exit code of a run without a result, and then ends with 0."""
+    agent, _, told = agent_without_process(monkeypatch)
+    agent._number = 1
+    agent._pid, agent._exit_status = 7, 0
+    agent._is_leaving, agent._announced_code = True, 1
+    assert agent._look_at_rank(100.0) == 1
+    assert told == [{"kind": "left", "code": 1}]
+    assert "before the end of the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
@@ -618,6 +631,7 @@ def agent_without_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, list[
     agent._page = StatusPage(os.memfd_create("status"))
     agent._spare = SpareProcess(lambda: pytest.fail("no spare is needed"))
     agent._node_ends_by_s = agent._announced_code = 0
+    agent._has_joined = True
     agent._coordinator = object()  # type: ignore[assignment]
     agent._forget_process()
     return agent, signals, told

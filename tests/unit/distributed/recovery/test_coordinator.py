@@ -230,6 +230,20 @@ def test_the_seconds_to_notice_a_hang_count_from_its_last_progress() -> None:
     assert [Loss(*loss).notice_s for loss in plan["losses"]] == [LIMIT_S + 2]
 
 
+@pytest.mark.parametrize(("silent_s", "noticed_s"), [(3.0, 0.0), (7.0, 2.0)])
+def test_the_seconds_to_notice_a_later_loss_of_a_recovery_end_with_the_first_loss(
+    silent_s: float, noticed_s: float
+) -> None:
+    """What follows is a part of the time to regroup."""
+    job = Job()
+    job.lose(1)
+    job.told()
+    job.now_s += 5.0
+    job.tell(2, "died", cause="frozen: no heartbeat", status=[silent_s, silent_s, LIMIT_S, 5, "leave", False])
+    plan = next(message for _, message in job.told() if message["kind"] == "plan")
+    assert [Loss(*loss).notice_s for loss in plan["losses"]][1] == noticed_s
+
+
 def test_ranks_that_have_waited_long_for_the_first_meeting_do_not_count_as_hung() -> None:
     job = Job(age_s=0.0)
     for rank in range(3):
@@ -853,7 +867,7 @@ def test_a_row_of_losses_ends_when_all_ranks_are_past_the_step_of_the_loss() -> 
     assert not job.coordinator.is_ended
 
 
-@pytest.mark.parametrize("phase", ["evaluate", "save", "rewind", "callbacks"])
+@pytest.mark.parametrize("phase", ["report", "evaluate", "save", "rewind", "callbacks"])
 def test_the_same_loss_after_a_finished_step_ends_the_job(phase: str) -> None:
     """The copies are some steps old. The ranks finish the step again, and its evaluation kills a rank again."""
     job = Job()

@@ -61,19 +61,6 @@ def test_a_phase_that_ends_again_without_a_step_does_not_end_a_row_of_losses(mon
     assert [message["step"] for message in told] == [13]
 
 
-def test_a_rank_that_hangs_during_a_recovery_is_counted_in_the_time_to_regroup_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Member, "_tell", lambda self, message: None)
-    member: Any = object.__new__(Member)
-    member.generation, member._repeat_until, member._met_s = 3, 0, 20.0
-    first = Loss(rank=1, host="a", pid=10, cause="SIGKILL", step=4, phase="step", notice_s=0.1)
-    later = first._replace(pid=11, cause="hung: no progress for 15 s", notice_s=15.0)
-    member.recovered = {"losses": [first, later], "world_size": 2, "reached": 4, "began_s": 2.0}
-    facts = member.mark_step(4, continued_from=3)
-    assert (facts["notice_s"], facts["regroup_s"]) == (0.1, 18.0)
-
-
 def test_steps_are_reported_until_one_is_finished_that_no_lost_rank_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     monkeypatch.setattr(Member, "_tell", lambda self, message: told.append(message))
