@@ -55,10 +55,9 @@ from txl_dist.version import code_version
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that an agent passes on to its rank."""
-TICK_S = 0.05
-"""Seconds between two looks at the rank's process, if no message arrives."""
 REPORT_EVERY_S = 0.25
-"""Seconds between two reports of the rank's status to the coordinator."""
+"""Seconds between two reports of the rank's status to the coordinator. All deadlines but the lease's are met to within
+this time."""
 CAUSE_S = 1.0
 """Seconds to wait for the exit status of a process whose connection has ended."""
 END_S = 10.0
@@ -173,8 +172,7 @@ class Agent:
         self._lock = ""
         """Path of the run's lock if this rank has entered it. The agent keeps it fresh while it has no process."""
         self._child: Child | None = None
-        for number in SIGNALS:
-            signal.signal(number, self._forward)
+        self._wake_by_signals()
         self._next_join_s = 0.0
         self._join_by_s = time.monotonic() + options.join_s
         self._store_by_s = time.monotonic() + options.join_s / 2
@@ -192,7 +190,8 @@ class Agent:
         """Serve the rank and the coordinator until the rank has ended. Returns the exit code."""
         code = None
         while code is None:
-            for key, _ in self._selector.select(TICK_S):
+            due_s = min(self._next_report_s, self._lease_ends_s)
+            for key, _ in self._selector.select(max(0.0, due_s - time.monotonic())):
                 key.data(key.fileobj)
             now_s = time.monotonic()
             self._report(now_s)
@@ -204,6 +203,7 @@ class Agent:
             if self._deadline_s is not None and now_s > self._deadline_s:
                 self._signal(signal.SIGKILL)
             code = HANG if self._is_node_ending else self._look_at_rank(now_s)
+        signal.set_wakeup_fd(-1)  # else a child that ends with this process would write to a closed socket
         if self._is_node_ending and self._is_first_of_node:
             say(f"the agents on {socket.gethostname()} end, because the launcher ends a node that has lost an agent")
         if self._coordinator is not None:
@@ -235,6 +235,17 @@ class Agent:
             code=code_version(),  # of this process, as which the rank and the spare import their modules
             plugins=self._options.plugins,
         )
+
+    def _wake_by_signals(self) -> None:
+        """Handle stop signals, and make `run` continue at once after them and after the end of a child."""
+        for number in SIGNALS:
+            signal.signal(number, self._forward)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # by default Python would not see it
+        reader, self._waker = socket.socketpair()
+        reader.setblocking(False)
+        self._waker.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ, lambda _: reader.recv(4096))
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to the rank. It may also be that of a launcher that ends the whole node after the loss of an
@@ -521,7 +532,7 @@ class Agent:
         if self._child is not None and self._pid == self._child.pid:
             end_s = time.monotonic() + CAUSE_S
             while self._child.poll() is None and time.monotonic() < end_s:  # it may be inside the kernel, without end
-                time.sleep(TICK_S)
+                time.sleep(0.01)
         self._forget_process()
         self._page.clear()
 
@@ -557,8 +568,10 @@ class Agent:
 
     def _report(self, now_s: float) -> None:
         """Report the status of the rank to the coordinator, a few times per second."""
-        if now_s >= self._next_report_s and self._exit_status is None:
-            self._next_report_s = now_s + REPORT_EVERY_S
+        if now_s < self._next_report_s:
+            return
+        self._next_report_s = now_s + REPORT_EVERY_S
+        if self._exit_status is None:
             if self._lock and self._pid == 0:
                 with suppress(OSError):  # the next process of the rank finds out
                     os.utime(self._lock)
@@ -570,11 +583,16 @@ class Agent:
 
         A rank that was asked to end is killed too: after a pause of this node, its number may be another's by now.
         """
-        if self._lease_s is None or self._pid == 0 or self._is_leaving:
-            return
-        if now_s > self._lease_s + self._options.silent_s and self._exit_status is None and not self._cause:
+        if now_s >= self._lease_ends_s:
             self._cause = CUT_OFF
             self._signal(signal.SIGKILL)
+
+    @property
+    def _lease_ends_s(self) -> float:
+        """Time at which the rank is killed unless the coordinator confirms a newer status, or infinity."""
+        if self._lease_s is None or self._pid == 0 or self._is_leaving or self._exit_status is not None or self._cause:
+            return math.inf
+        return self._lease_s + self._options.silent_s
 
     def _look_at_spare(self, now_s: float) -> None:
         """Notice a spare that is dead or silent, and a replacement that was forked and has not connected."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
@@ -108,12 +107,6 @@ class SlotFile:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     @property
-    def serial(self) -> int:
-        """Serial number of the version in this slot, 0 without one. The rest of the head may be damaged."""
-        content = self._map[:8] if self._map is not None else os.pread(self._file, 8, 0)
-        return int.from_bytes(content, sys.byteorder, signed=True)
-
-    @property
     def head(self) -> SlotHead:
         """Head of the version in this slot. `NO_VERSION` if the slot is empty or its head is damaged."""
         content = self._map[:HEAD_BYTES] if self._map is not None else os.pread(self._file, HEAD_BYTES, 0)
@@ -178,6 +171,6 @@ def slot_to_replace(slots: Sequence[S], *, kept: set[int]) -> S:
 
     A version that two slots hold needs only one of them.
     """
-    serials = [slot.serial for slot in slots]
+    serials = [slot.head.serial for slot in slots]
     replaceable = [number for number, serial in enumerate(serials) if serial not in kept or serials.count(serial) > 1]
     return slots[min(replaceable, key=serials.__getitem__)]

@@ -467,7 +467,6 @@ class StateSlots:
         if self._partner is None:
             return None
         damaged = [slot for slot in self._slots if slot.head.version == version]
-        # Unlike in `slot_to_replace`, a slot with a damaged head counts as empty.
         slot = min(damaged or self._slots[: self._num_used], key=lambda slot: slot.head.serial)
         for keeper, versions in by_agent.items():
             if keeper != self._rank and version in versions and self._partner.fetch(version, keeper, slot):

@@ -49,6 +49,7 @@ options = AgentOptions(
     settings_hash=os.environ.get("SETTINGS", ""), plugins=os.environ.get("PLUGINS", ""),
 )
 agent.FOUND_WITHIN_S = 0.5
+agent.REPORT_EVERY_S = float(os.environ.get("REPORT_EVERY_S", agent.REPORT_EVERY_S))
 if "UNKILLABLE" in os.environ:
     Agent._signal = lambda self, number: None  # as if the process were inside the kernel
     agent.END_S = agent.KILLED_S = coordinator.KILLED_S = coordinator.REPLACED_S = 0.5
@@ -271,6 +272,32 @@ def test_a_job_that_waits_ends_when_it_is_asked_to_stop_also_if_no_rank_is_left(
         agents.agents[0].send_signal(signal.SIGTERM)
     assert agents.agents[0].wait(30) == HANG, text
     assert not (tmp_path / STOP).exists()
+    agents.end()
+
+
+def test_an_agent_that_looks_rarely_notices_the_end_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPORT_EVERY_S", "600")
+    agent, rank = tmp_path / "agent.py", tmp_path / "rank.py"
+    agent.write_text(AGENT, encoding="utf-8")
+    rank.write_text("import time; time.sleep(1); raise SystemExit(7)", encoding="utf-8")  # it connects to no agent
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "FOLDER": str(tmp_path)}
+    words = [sys.executable, str(agent), str(rank), "3", "stop"]
+    assert subprocess.run(words, env=os.environ | place, timeout=60, check=False).returncode == 7
+
+
+def test_an_agent_that_looks_rarely_passes_a_request_to_stop_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPORT_EVERY_S", "600")
+    agents = Agents(tmp_path, on_loss="wait", num_bad_spares=100, silent_s=600.0)
+    for victim in [agents.wait_for("began", rank=rank) for rank in (0, 1)]:
+        os.kill(victim, signal.SIGKILL)
+    assert agents.agents[0].stderr is not None
+    text = next(line for line in agents.agents[0].stderr if "the job waits for" in line)
+    agents.agents[0].send_signal(signal.SIGTERM)
+    assert agents.agents[0].wait(30) == HANG, text
     agents.end()
 
 

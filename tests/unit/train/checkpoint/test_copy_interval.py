@@ -68,7 +68,7 @@ def test_a_rewind_before_the_first_copy_after_a_recovery_is_noticed(
     assert recovery.take_stored() is not None
     recovery.store(state_of(6), engine_of(6), {})
     recovery.wait()
-    assert max(slot.serial for slot in recovery._slots._slots) == 2
+    assert max(slot.head.serial for slot in recovery._slots._slots) == 2
     recovery.close()
 
 
