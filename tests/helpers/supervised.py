@@ -42,8 +42,9 @@ def run_supervised(*words: str) -> None:
         pid = os.fork()
         if pid:
             return Forked(pid)
+        signal.set_wakeup_fd(-1)  # of the agent
         os.closerange(3, 256)  # of the agent; else its peers would not notice its end
-        for number in SIGNALS:
+        for number in (*SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         os.environ[SEAT] = seat.to_json()
         try:

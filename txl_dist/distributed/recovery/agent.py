@@ -56,8 +56,8 @@ from txl_dist.version import code_version
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that an agent passes on to its rank."""
 REPORT_EVERY_S = 0.25
-"""Seconds between two reports of the rank's status to the coordinator. All deadlines but the lease's are met to within
-this time."""
+"""Seconds between two reports of the rank's status to the coordinator. The agent acts on a deadline at most this much
+later, and on the end of its lease at once."""
 CAUSE_S = 1.0
 """Seconds to wait for the exit status of a process whose connection has ended."""
 END_S = 10.0
@@ -203,7 +203,7 @@ class Agent:
             if self._deadline_s is not None and now_s > self._deadline_s:
                 self._signal(signal.SIGKILL)
             code = HANG if self._is_node_ending else self._look_at_rank(now_s)
-        signal.set_wakeup_fd(-1)  # else a child that ends with this process would write to a closed socket
+        signal.set_wakeup_fd(-1)  # else Python would write to a closed socket when a child ends
         if self._is_node_ending and self._is_first_of_node:
             say(f"the agents on {socket.gethostname()} end, because the launcher ends a node that has lost an agent")
         if self._coordinator is not None:
@@ -240,7 +240,7 @@ class Agent:
         """Handle stop signals, and make `run` continue at once after them and after the end of a child."""
         for number in SIGNALS:
             signal.signal(number, self._forward)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # by default Python would not see it
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # Python only writes to the socket for signals with a handler
         reader, self._waker = socket.socketpair()
         reader.setblocking(False)
         self._waker.setblocking(False)

@@ -190,7 +190,8 @@ class SpareProcess:
         if self._num_failed < ATTEMPTS:
             then = "Another one is started"
         else:
-            then = f"It was number {self._num_failed} in a row to fail, so no other is started until a rank is lost"
+            number = self._num_failed
+            then = f"It was number {number} in a row to fail. The next one is started when a rank must be replaced"
         say(f"the spare on {socket.gethostname()} {how}. {then}")
         if self._num_failed < ATTEMPTS:
             self.ensure(now_s)

@@ -292,13 +292,32 @@ def test_an_agent_that_looks_rarely_passes_a_request_to_stop_on(
 ) -> None:
     monkeypatch.setenv("REPORT_EVERY_S", "600")
     agents = Agents(tmp_path, on_loss="wait", num_bad_spares=100, silent_s=600.0)
-    for victim in [agents.wait_for("began", rank=rank) for rank in (0, 1)]:
-        os.kill(victim, signal.SIGKILL)
-    assert agents.agents[0].stderr is not None
-    text = next(line for line in agents.agents[0].stderr if "the job waits for" in line)
-    agents.agents[0].send_signal(signal.SIGTERM)
-    assert agents.agents[0].wait(30) == HANG, text
-    agents.end()
+    try:
+        for victim in [agents.wait_for("began", rank=rank) for rank in (0, 1)]:
+            os.kill(victim, signal.SIGKILL)
+        assert agents.agents[0].stderr is not None
+        text = next(line for line in agents.agents[0].stderr if "the job waits for" in line)
+        agents.agents[0].send_signal(signal.SIGTERM)
+        assert agents.agents[0].wait(30) == HANG, text
+    finally:
+        agents.end()
+
+
+@pytest.mark.slow
+def test_an_agent_that_looks_rarely_kills_its_rank_when_it_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPORT_EVERY_S", "600")
+    agents = Agents(tmp_path, is_remote=True, silent_s=6.0)
+    try:
+        _, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
+        agents.agents[0].send_signal(signal.SIGSTOP)  # the coordinator is in this process
+        end_s = time.monotonic() + 30
+        while process_id(victim).lives():
+            assert time.monotonic() < end_s, "the rank still runs"
+            time.sleep(0.02)
+    finally:
+        agents.end()
 
 
 @pytest.mark.slow
