@@ -20,7 +20,7 @@ import pytest
 from txl_dist.artifacts import STOP
 from txl_dist.cli.main import _train_arguments
 from txl_dist.distributed.connection import Connection
-from txl_dist.distributed.processes import process_id
+from txl_dist.distributed.processes import ProcessId, process_id
 from txl_dist.distributed.recovery.agent import BEGIN_S, CAUSE_S, Agent, _config_copy
 from txl_dist.distributed.recovery.coordinator import Coordinator
 from txl_dist.distributed.recovery.job_file import JobAddress, publish_job
@@ -181,6 +181,14 @@ class Agents:
             agent.wait()
 
 
+def wait_for_end(process: ProcessId, *, what: str) -> None:
+    """Wait until a process has ended."""
+    end_s = time.monotonic() + 30
+    while process.lives():
+        assert time.monotonic() < end_s, f"{what} still runs"
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[Agents]:
     started = Agents(tmp_path)
@@ -312,10 +320,7 @@ def test_an_agent_that_looks_rarely_kills_its_rank_when_it_is_cut_off(
     try:
         _, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
         agents.agents[0].send_signal(signal.SIGSTOP)  # the coordinator is in this process
-        end_s = time.monotonic() + 30
-        while process_id(victim).lives():
-            assert time.monotonic() < end_s, "the rank still runs"
-            time.sleep(0.02)
+        wait_for_end(process_id(victim), what="the rank")
     finally:
         agents.end()
 
@@ -350,10 +355,7 @@ def test_an_agent_that_is_cut_off_kills_its_rank_and_gets_a_replacement_when_it_
     agents = Agents(tmp_path, is_remote=True, silent_s=5.0)
     survivor, victim = (agents.wait_for("began", rank=rank) for rank in (0, 1))
     agents.agents[0].send_signal(signal.SIGSTOP)  # the coordinator is in this process
-    end_s = time.monotonic() + 30
-    while process_id(victim).lives():
-        assert time.monotonic() < end_s, "the rank still runs"
-        time.sleep(0.02)
+    wait_for_end(process_id(victim), what="the rank")
     assert agents.agents[1].poll() is None
     agents.agents[0].send_signal(signal.SIGCONT)
     assert agents.wait_for("met 2", rank=0) == survivor
@@ -471,10 +473,7 @@ def test_the_end_of_an_agent_ends_the_job_and_all_its_processes(agents: Agents) 
     error = agents.agents[0].stderr
     assert error is not None
     assert "the agent of rank 1" in error.read()
-    end_s = time.monotonic() + 30
-    while process_id(other).lives():
-        assert time.monotonic() < end_s, "the rank of the lost agent still runs"
-        time.sleep(0.02)
+    wait_for_end(process_id(other), what="the rank of the lost agent")
 
 
 def test_an_error_of_a_rank_ends_all_agents_with_its_exit_code(agents: Agents) -> None:
@@ -567,10 +566,7 @@ def test_a_stopped_replacement_whose_agent_was_killed_does_not_outlive_the_job(a
     os.kill(replacement.pid, signal.SIGSTOP)
     agents.agents[1].kill()
     assert agents.agents[0].wait(30) == HANG
-    end_s = time.monotonic() + 30
-    while replacement.lives():
-        assert time.monotonic() < end_s, "the stopped process is left"
-        time.sleep(0.02)
+    wait_for_end(replacement, what="the stopped process")
 
 
 def test_a_replacement_whose_job_and_spare_have_ended_reports_exit_code_76(agents: Agents) -> None:
